@@ -1,0 +1,148 @@
+/* backend.h - the contract between the model and a device: one table of operations.
+ *
+ * gpt.c computes a GPT with the functions of a Backend and knows nothing else of where it runs. cpu_fp32 is the table of
+ * plain C twins and the oracle of the others; cuda_fp32 and cuda_bf16 join it in binaries built with nvcc. Operations are
+ * fused where a fast device wants them fused, and every one of them says below exactly what it computes.
+ *
+ * Types: "real" is the backend's dtype (fp32 or bf16) and travels as void *. Statistics, losses and parameter gradients are
+ * fp32 always. All pointers lie in memory from alloc() unless said to be host. Sizes are int64_t and may be 0.
+ * Letters: B sequences, T tokens each, N = B*T rows, C channels, OC output channels, V tokens in the vocabulary,
+ * Vp = V padded up with rows that exist only in memory.
+ * Arguments come in this order: outputs, saved, inputs, sizes, stream. "=" below overwrites, "+=" accumulates.
+ *
+ * Operations are queued on the stream and do not fail on valid sizes; a device fault ends the process with file, line and
+ * the failing call. Only open() and alloc() have errors a caller can meet.
+ */
+#ifndef BACKEND_H
+#define BACKEND_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "attention/attention.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One ordered queue of work on one device, with what the backend's libraries need. Opaque; each backend has its own. */
+typedef struct Stream Stream;
+
+/* What AdamW reads in an update. Lives in backend memory, so that a captured step can be replayed with other values. */
+typedef struct AdamwStep {
+    float lr, beta1, beta2, eps, weight_decay;
+    float bias_correction1, bias_correction2; /* 1 - beta1^t, 1 - beta2^t, t counted from 1 */
+    float clip;                               /* largest allowed global norm of the gradient; 0 means no limit */
+} AdamwStep;
+
+typedef struct Backend {
+    const char *name; /* "cpu_fp32" */
+    AttentionDevice device;
+    Dtype dtype;
+    size_t element; /* bytes of a real */
+
+    /* --- the machine ---------------------------------------------------------------------------------------------- */
+
+    /* Opens device number `index` (ignored on the CPU). Returns NULL with one sentence in `error` where that cannot be. */
+    Stream *(*open)(int index, int deterministic, char *error, size_t error_size);
+    void (*close)(Stream *stream);
+    /* What it runs on, for people: "AMD EPYC, 2 threads, OpenBLAS". Writes at most `size` bytes. */
+    void (*describe)(char *text, size_t size, Stream *stream);
+    int (*sm)(Stream *stream);                       /* compute capability, 90 for 9.0; 0 on the CPU */
+    void *(*attention_stream)(Stream *stream);       /* what AttentionKernel calls take as `stream` */
+    int64_t (*memory_available)(Stream *stream);     /* bytes that alloc() can be expected to give now */
+    /* Aligned to 256 bytes, contents undefined. NULL where there is not enough. */
+    void *(*alloc)(size_t bytes, Stream *stream);
+    void (*free)(void *memory, Stream *stream);
+    void (*zero)(void *memory, size_t bytes, Stream *stream);
+    void (*copy_in)(void *memory, const void *host, size_t bytes, Stream *stream);  /* host may be reused on return */
+    void (*copy_out)(void *host, const void *memory, size_t bytes, Stream *stream); /* complete on return */
+    void (*synchronize)(Stream *stream);             /* waits for all queued work */
+
+    /* --- conversions ---------------------------------------------------------------------------------------------- */
+
+    /* out (n) real = in (n) fp32, rounded to nearest even. */
+    void (*from_fp32)(void *out, const float *in, int64_t n, Stream *stream);
+    void (*to_fp32)(float *out, const void *in, int64_t n, Stream *stream);
+
+    /* --- embedding: out[b,t] = wte[tokens[b,t]] + wpe[t] ------------------------------------------------------------ */
+
+    /* out (B,T,C) real = ...; tokens (B,T), each in [0, V); wte (Vp,C) real; wpe (at least T rows, C) real. */
+    void (*embedding_forward)(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+                              int64_t C, Stream *stream);
+    /* dwte (Vp,C) fp32 +=, dwpe (T,C) fp32 +=; dout (B,T,C) real. `scratch` holds embedding_scratch(B, T, C) bytes.
+     * The sum over tokens of one row is taken in a fixed order, so the result is the same on every run. */
+    void (*embedding_backward)(float *dwte, float *dwpe, void *scratch, const void *dout, const int32_t *tokens, int64_t B,
+                               int64_t T, int64_t C, Stream *stream);
+    size_t (*embedding_scratch)(int64_t B, int64_t T, int64_t C);
+
+    /* --- layer normalisation (Ba et al. 2016), eps 1e-5, biased variance -------------------------------------------- */
+
+    /* out (N,C) real = (x - mean) * rstd * weight + bias; mean, rstd (N) fp32 are saved; weight, bias (C) real. */
+    void (*layernorm_forward)(void *out, float *mean, float *rstd, const void *x, const void *weight, const void *bias,
+                              int64_t N, int64_t C, Stream *stream);
+    /* sum (N,C) = x + y, then out = layernorm(sum), in one pass. sum may be x or y itself. */
+    void (*residual_layernorm_forward)(void *sum, void *out, float *mean, float *rstd, const void *x, const void *y,
+                                       const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream);
+    /* dx (N,C) real += gradient of x, dweight (C), dbias (C) fp32 +=; dout (N,C), x (N,C) as in forward (the sum in the
+     * residual form). dx already holds what flows along the residual branch. `scratch`: layernorm_scratch(N, C) bytes. */
+    void (*layernorm_backward)(void *dx, float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
+                               const void *weight, const float *mean, const float *rstd, int64_t N, int64_t C,
+                               Stream *stream);
+    size_t (*layernorm_scratch)(int64_t N, int64_t C);
+
+    /* --- linear: y = x W^T + b, W (OC,C) row-major ------------------------------------------------------------------- */
+
+    /* out (N,OC) real = x (N,C) weight^T + bias; bias (OC) may be NULL. */
+    void (*linear_forward)(void *out, const void *x, const void *weight, const void *bias, int64_t N, int64_t C, int64_t OC,
+                           Stream *stream);
+    /* The same followed by GELU: pre (N,OC) = x weight^T + bias is saved, out (N,OC) = gelu(pre). */
+    void (*linear_gelu_forward)(void *out, void *pre, const void *x, const void *weight, const void *bias, int64_t N,
+                                int64_t C, int64_t OC, Stream *stream);
+    /* dx (N,C) real = dout weight, and where pre (N,C) is not NULL multiplied by gelu'(pre): then x was gelu(pre) and dx is
+     * the gradient of pre. dx may be NULL: not wanted. dx may not overlap dout. dout (N,OC), weight (OC,C). */
+    void (*linear_backward_input)(void *dx, const void *dout, const void *weight, const void *pre, int64_t N, int64_t C,
+                                  int64_t OC, Stream *stream);
+    /* dweight (OC,C) fp32 += dout^T x, dbias (OC) fp32 += column sums of dout (dbias may be NULL). `scratch`:
+     * linear_scratch(N, C, OC) bytes. */
+    void (*linear_backward_weight)(float *dweight, float *dbias, void *scratch, const void *dout, const void *x, int64_t N,
+                                   int64_t C, int64_t OC, Stream *stream);
+    size_t (*linear_scratch)(int64_t N, int64_t C, int64_t OC);
+
+    /* --- GELU, tanh form (Hendrycks & Gimpel 2016): 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) ------------------ */
+
+    /* out (n) = gelu(pre (n)): recomputes what linear_gelu_forward gave. */
+    void (*gelu_forward)(void *out, const void *pre, int64_t n, Stream *stream);
+
+    /* --- classifier: softmax cross entropy over rows of logits -------------------------------------------------------- */
+
+    /* losses (N) fp32 = log(sum_v exp(logits[n,v])) - logits[n,targets[n]] over v < V, 0 where targets[n] is -1 (a row that
+     * does not count). Where dscale is not 0, logits (N,Vp) real is overwritten by its gradient times dscale:
+     * dscale * (softmax - onehot) for v < V, 0 for the padding columns and for rows that do not count. */
+    void (*loss_forward_backward)(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V,
+                                  int64_t Vp, Stream *stream);
+
+    /* --- optimizer ---------------------------------------------------------------------------------------------------- */
+
+    /* norm (1) fp32 = sqrt(sum grads^2), summed in a fixed order in double or better than fp32; a non-finite gradient gives a
+     * non-finite norm. `scratch`: norm_scratch(n) bytes. */
+    void (*global_norm)(float *norm, void *scratch, const float *grads, int64_t n, Stream *stream);
+    size_t (*norm_scratch)(int64_t n);
+    /* AdamW (Loshchilov & Hutter 2019, algorithm 2) over one flat buffer of n parameters, the first n_decay of which decay:
+     *   g = grads * min(1, clip / norm);  m = beta1 m + (1-beta1) g;  v = beta2 v + (1-beta2) g^2
+     *   master -= lr * (m/bias_correction1 / (sqrt(v/bias_correction2) + eps) + weight_decay * master)
+     *   params = master rounded to real.
+     * Does nothing at all where *norm is not finite. params and master (fp32) may be the same buffer where real is fp32. */
+    void (*adamw_update)(void *params, float *master, float *m, float *v, const float *grads, const float *norm,
+                         const AdamwStep *step, int64_t n, int64_t n_decay, Stream *stream);
+} Backend;
+
+/* The backend for a device and dtype, or NULL where this binary has none. */
+const Backend *backend_find(AttentionDevice device, Dtype dtype);
+
+extern const Backend backend_cpu_fp32;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
