@@ -77,6 +77,8 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
 void gpt_free(Gpt *gpt);
 
 const GptConfig *gpt_config(const Gpt *gpt);
+/* NULL, or what the attention kernel said when a call of it failed; losses are NaN from then on. */
+const char *gpt_fault(const Gpt *gpt);
 size_t gpt_tensor_count(const Gpt *gpt);
 const GptTensor *gpt_tensor(const Gpt *gpt, size_t i);
 
@@ -91,7 +93,7 @@ void gpt_init_random(Gpt *gpt, uint64_t seed);
 
 /* Loss of tokens (B,T) against targets (B,T), both in host memory, -1 in targets for one that does not count:
  * the sum over counted tokens, in double. Forward only. B and T up to those of the options. A call of gpt_loss, gpt_logits or
- * gpt_step overwrites the activations of the last. */
+ * gpt_backward overwrites the activations of the last. */
 double gpt_loss(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);
 
 /* Forward and backward; gradients += dscale * d(sum of losses)/d(parameters). Returns the sum of losses, as gpt_loss. */

@@ -1,0 +1,776 @@
+/* gpt.c - the model: where every tensor lies, and the order of operations, for every backend.
+ *
+ * One block, with the names used below (N = B*T rows; "resid" is the residual stream):
+ *
+ *     resid_in ──┬─ ln1 ─ qkv ─ attention ─ proj ──(+)── resid_mid ──┬─ ln2 ─ fc ─ gelu ─ fcproj ──(+)── resid_out
+ *                └──────────────────────────────────┘                └─────────────────────────────────┘
+ *
+ * Each (+) is fused with the layer norm that follows it: the sum before ln2 here, the sum before the next block's ln1 (or the
+ * last ln_f) at the end. So a block's forward starts with ln1 already done, and block_finish does the norm of the next.
+ *
+ * Backward walks the same chain the other way with one gradient of the residual stream, dresid, that every branch adds to.
+ * The classifier goes over the rows in chunks and does forward and backward of a chunk at once: its logits, by far the widest
+ * activation, exist for one chunk only and become their own gradient in place.
+ *
+ * Memory: five areas of one allocation each. Offsets into an area are handed out by area_take, and the same functions run with
+ * a NULL base to plan and with a real one to use, so that the plan that is printed cannot differ from what is allocated.
+ */
+#include "layers/gpt.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "data/random.h"
+
+enum {
+    ALIGNMENT = 256,             /* bytes: what vector loads and cuBLAS like */
+    ALIGNMENT_ELEMENTS = 64,     /* the same for the flat parameter buffers, in fp32 elements */
+    STAGING_ELEMENTS = 1 << 20,  /* host rows moved at a time when a buffer is filled or searched */
+    CLASSIFIER_BYTES = 256 << 20 /* most that the logits of one chunk may take */
+};
+
+/* Activations. A slot is what one layer (or the model) needs; training keeps a slot per layer. */
+typedef enum Activation {
+    ACT_TOKENS, ACT_TARGETS, ACT_LOSSES, ACT_NORM, ACT_STEP,             /* of the model */
+    ACT_LNF, ACT_LNF_MEAN, ACT_LNF_RSTD,
+    ACT_RESID,                                                           /* block inputs; one more than layers in training */
+    ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_SAVED,
+    ACT_RESID_MID, ACT_LN2, ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_PRE, ACT_GELU,
+    ACT_COUNT
+} Activation;
+
+/* Scratch: alive within one call. The union part holds the classifier's logits first and the block gradients afterwards. */
+typedef struct ScratchLayout {
+    size_t dresid, dnorm;    /* (N,C) real each */
+    size_t logits;           /* (chunk,Vp) real: shares its place with the next two */
+    size_t dpre, dqkv;       /* (N,4C), (N,3C) real */
+    size_t branch;           /* (N,C) real: what a block's projection gives, before it is added to the stream */
+    size_t work, attention;  /* scratch of the operations, of the attention kernel */
+    size_t bytes;
+} ScratchLayout;
+
+typedef struct ActivationLayout {
+    size_t offset[ACT_COUNT], stride[ACT_COUNT];
+    int64_t slots[ACT_COUNT];
+    size_t bytes;
+} ActivationLayout;
+
+struct Gpt {
+    GptConfig config;
+    GptOptions options;
+    const Backend *backend;
+    Stream *stream;
+    const AttentionKernel *attention;
+    const char *fault;
+    int64_t Vp, chunk; /* padded vocabulary; rows of the classifier that are done at once */
+    GptPlan plan;
+
+    GptTensor *tensors;
+    size_t tensor_count, kind_first[GPT_KINDS];
+    int64_t flat, flat_decay; /* elements of a flat buffer; how many of them, from the start, are matrices */
+
+    void *parameters;  /* (flat) real */
+    float *master;     /* (flat) fp32; the same buffer as parameters where real is fp32; NULL in bf16 inference */
+    float *gradients;  /* (flat) fp32 */
+    float *moments;    /* m (flat), v (flat) fp32 */
+    char *activations, *scratch;
+    ActivationLayout act;
+    ScratchLayout layout;
+    float *losses_host; /* (B*T) */
+};
+
+/* --- configuration and parameter table ---------------------------------------------------------------------------------- */
+
+typedef struct KindFacts {
+    const char *name;      /* within the block, or of the model */
+    int in_block, matrix, transposed;
+} KindFacts;
+
+static const KindFacts KINDS[GPT_KINDS] = {
+    [GPT_WTE] = {"wte.weight", 0, 1, 0},           [GPT_WPE] = {"wpe.weight", 0, 1, 0},
+    [GPT_QKV_W] = {"attn.c_attn.weight", 1, 1, 1}, [GPT_PROJ_W] = {"attn.c_proj.weight", 1, 1, 1},
+    [GPT_FC_W] = {"mlp.c_fc.weight", 1, 1, 1},     [GPT_FCPROJ_W] = {"mlp.c_proj.weight", 1, 1, 1},
+    [GPT_LN1_W] = {"ln_1.weight", 1, 0, 0},        [GPT_LN1_B] = {"ln_1.bias", 1, 0, 0},
+    [GPT_QKV_B] = {"attn.c_attn.bias", 1, 0, 0},   [GPT_PROJ_B] = {"attn.c_proj.bias", 1, 0, 0},
+    [GPT_LN2_W] = {"ln_2.weight", 1, 0, 0},        [GPT_LN2_B] = {"ln_2.bias", 1, 0, 0},
+    [GPT_FC_B] = {"mlp.c_fc.bias", 1, 0, 0},       [GPT_FCPROJ_B] = {"mlp.c_proj.bias", 1, 0, 0},
+    [GPT_LNF_W] = {"ln_f.weight", 0, 0, 0},        [GPT_LNF_B] = {"ln_f.bias", 0, 0, 0},
+};
+
+static void kind_shape(GptKind kind, const GptConfig *config, int64_t *rows, int64_t *columns)
+{
+    int64_t C = config->channels;
+    *rows = 1;
+    *columns = C;
+    switch (kind) {
+    case GPT_WTE: *rows = config->vocab; break;
+    case GPT_WPE: *rows = config->context; break;
+    case GPT_QKV_W: *rows = 3 * C; break;
+    case GPT_PROJ_W: *rows = C; break;
+    case GPT_FC_W: *rows = 4 * C; break;
+    case GPT_FCPROJ_W: *rows = C; *columns = 4 * C; break;
+    case GPT_QKV_B: *columns = 3 * C; break;
+    case GPT_FC_B: *columns = 4 * C; break;
+    default: break;
+    }
+}
+
+const char *gpt_config_fault(const GptConfig *config, char *text, size_t size)
+{
+    /* Each limit keeps every product of sizes below far from 2^63. */
+    const struct { const char *name; int64_t got, most; } limits[] = {
+        {"layers", config->layers, 4096},     {"heads", config->heads, 1 << 16},    {"dim", config->channels, 1 << 20},
+        {"context", config->context, 1 << 26}, {"vocab", config->vocab, 1 << 28},
+    };
+    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++)
+        if (limits[i].got < 1 || limits[i].got > limits[i].most) {
+            snprintf(text, size, "%s is %lld, but must be from 1 to %lld", limits[i].name, (long long)limits[i].got,
+                     (long long)limits[i].most);
+            return text;
+        }
+    if (config->channels % config->heads) {
+        snprintf(text, size, "dim %lld is not divisible by heads %lld: every head takes dim/heads channels",
+                 (long long)config->channels, (long long)config->heads);
+        return text;
+    }
+    return NULL;
+}
+
+static int64_t padded_vocab(const GptConfig *config, const Backend *backend)
+{
+    int64_t multiple = backend->device == ATTENTION_CPU ? 16 : 128; /* a vector's width; a tensor-core tile's */
+    return (config->vocab + multiple - 1) / multiple * multiple;
+}
+
+/* Fills table (may be NULL) and kind_first (may be NULL); returns the number of tensors. *flat and *flat_decay get elements. */
+static size_t tensors_layout(GptTensor *table, size_t *kind_first, int64_t *flat, int64_t *flat_decay, const GptConfig *config,
+                             int64_t Vp)
+{
+    size_t count = 0;
+    int64_t offset = 0;
+    for (int kind = 0; kind < GPT_KINDS; kind++) {
+        if (kind == GPT_LN1_W) *flat_decay = offset; /* the first vector */
+        if (kind_first) kind_first[kind] = count;
+        int64_t rows, columns, copies = KINDS[kind].in_block ? config->layers : 1;
+        kind_shape((GptKind)kind, config, &rows, &columns);
+        for (int64_t l = 0; l < copies; l++, count++) {
+            if (table) {
+                GptTensor *tensor = &table[count];
+                tensor->kind = (GptKind)kind;
+                tensor->layer = KINDS[kind].in_block ? l : -1;
+                tensor->rows = rows;
+                tensor->columns = columns;
+                tensor->transposed = KINDS[kind].transposed;
+                tensor->offset = offset;
+                if (KINDS[kind].in_block)
+                    snprintf(tensor->name, sizeof tensor->name, "transformer.h.%d.%s", (int)l, KINDS[kind].name);
+                else
+                    snprintf(tensor->name, sizeof tensor->name, "transformer.%s", KINDS[kind].name);
+            }
+            offset += (kind == GPT_WTE ? Vp : rows) * columns;
+            offset = (offset + ALIGNMENT_ELEMENTS - 1) / ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS;
+        }
+    }
+    *flat = offset;
+    return count;
+}
+
+static int64_t parameters_counted(const GptConfig *config)
+{
+    int64_t sum = 0;
+    for (int kind = 0; kind < GPT_KINDS; kind++) {
+        int64_t rows, columns;
+        kind_shape((GptKind)kind, config, &rows, &columns);
+        sum += rows * columns * (KINDS[kind].in_block ? config->layers : 1);
+    }
+    return sum;
+}
+
+/* --- memory plan ---------------------------------------------------------------------------------------------------------- */
+
+/* Hands out `bytes` of an area that has *used so far: the offset of the piece. */
+static size_t area_take(size_t *used, size_t bytes)
+{
+    size_t offset = *used;
+    *used += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return offset;
+}
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+static AttentionShape attention_shape(const GptConfig *config, const GptOptions *options, const Backend *backend, int64_t B,
+                                      int64_t T)
+{
+    AttentionShape shape;
+    shape.B = B;
+    shape.T = T;
+    shape.NH = config->heads;
+    shape.HS = config->channels / config->heads;
+    shape.scale = options->scale != 0 ? options->scale : attention_scale(shape.HS);
+    shape.dtype = backend->dtype;
+    shape.deterministic = options->deterministic;
+    return shape;
+}
+
+static int64_t classifier_chunk(int64_t N, int64_t Vp, size_t element)
+{
+    int64_t rows = CLASSIFIER_BYTES / ((int64_t)element * Vp);
+    if (rows < 256) rows = 256; /* narrower products waste the machine */
+    return rows < N ? rows : N;
+}
+
+static ActivationLayout activation_layout(const GptConfig *config, const GptOptions *options, const Backend *backend,
+                                          const AttentionKernel *attention)
+{
+    int64_t N = options->batch * options->sequence, C = config->channels, L = config->layers;
+    size_t real = backend->element, rows = (size_t)N, wide = (size_t)(N * C);
+    AttentionShape shape = attention_shape(config, options, backend, options->batch, options->sequence);
+    int keep = options->training && options->recompute != GPT_RECOMPUTE_BLOCK;
+    int keep_gelu = options->training && options->recompute == GPT_RECOMPUTE_NONE;
+
+    ActivationLayout layout;
+    memset(&layout, 0, sizeof layout);
+    size_t bytes[ACT_COUNT] = {
+        [ACT_TOKENS] = rows * 4, [ACT_TARGETS] = rows * 4, [ACT_LOSSES] = rows * 4, [ACT_NORM] = 4,
+        [ACT_STEP] = sizeof(AdamwStep), [ACT_LNF] = wide * real, [ACT_LNF_MEAN] = rows * 4, [ACT_LNF_RSTD] = rows * 4,
+        [ACT_RESID] = wide * real, [ACT_LN1] = wide * real, [ACT_LN1_MEAN] = rows * 4, [ACT_LN1_RSTD] = rows * 4,
+        [ACT_QKV] = 3 * wide * real, [ACT_ATT] = wide * real, [ACT_LSE] = rows * (size_t)config->heads * 4,
+        [ACT_SAVED] = attention ? attention->saved_bytes(&shape) : 0, [ACT_RESID_MID] = wide * real,
+        [ACT_LN2] = wide * real, [ACT_LN2_MEAN] = rows * 4, [ACT_LN2_RSTD] = rows * 4, [ACT_PRE] = 4 * wide * real,
+        [ACT_GELU] = 4 * wide * real,
+    };
+    for (int a = 0; a < ACT_COUNT; a++) {
+        int64_t slots = 1;
+        if (a == ACT_RESID) slots = options->training ? L + 1 : 1;
+        else if (a == ACT_GELU) slots = keep_gelu ? L : 1;
+        else if (a > ACT_RESID) slots = keep ? L : 1;
+        layout.slots[a] = slots;
+        layout.offset[a] = layout.bytes;
+        layout.stride[a] = (bytes[a] + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        layout.bytes += layout.stride[a] * (size_t)slots;
+    }
+    return layout;
+}
+
+static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *options, const Backend *backend,
+                                    const AttentionKernel *attention, int64_t Vp)
+{
+    int64_t N = options->batch * options->sequence, C = config->channels, T = options->sequence;
+    size_t real = backend->element, wide = (size_t)(N * C) * real;
+    int64_t chunk = classifier_chunk(N, Vp, real);
+    AttentionShape shape = attention_shape(config, options, backend, options->batch, T);
+
+    ScratchLayout s;
+    memset(&s, 0, sizeof s);
+    s.branch = area_take(&s.bytes, wide);
+    if (options->training) {
+        s.dresid = area_take(&s.bytes, wide);
+        s.dnorm = area_take(&s.bytes, wide);
+    }
+    size_t shared = s.bytes;
+    s.logits = area_take(&s.bytes, (size_t)chunk * (size_t)Vp * real);
+    if (options->training) {
+        size_t block = shared;
+        s.dpre = area_take(&block, 4 * wide);
+        s.dqkv = area_take(&block, 3 * wide);
+        s.bytes = larger(s.bytes, block);
+    }
+    size_t work = STAGING_ELEMENTS * 4; /* gpt_read and gpt_write convert here */
+    if (options->training) {
+        int64_t flat, flat_decay;
+        tensors_layout(NULL, NULL, &flat, &flat_decay, config, Vp);
+        work = larger(work, backend->embedding_scratch(options->batch, T, C));
+        work = larger(work, backend->layernorm_scratch(N, C));
+        work = larger(work, backend->linear_scratch(N, C, 3 * C));
+        work = larger(work, backend->linear_scratch(N, C, C));
+        work = larger(work, backend->linear_scratch(N, C, 4 * C));
+        work = larger(work, backend->linear_scratch(N, 4 * C, C));
+        work = larger(work, backend->linear_scratch(chunk, C, Vp));
+        work = larger(work, backend->norm_scratch(flat));
+    }
+    s.work = area_take(&s.bytes, work);
+    s.attention = area_take(&s.bytes, attention ? attention->scratch_bytes(&shape) : 0);
+    return s;
+}
+
+GptPlan gpt_plan(const GptConfig *config, const GptOptions *options, const Backend *backend, const AttentionKernel *attention)
+{
+    GptPlan plan;
+    int64_t flat, flat_decay, Vp = padded_vocab(config, backend);
+    memset(&plan, 0, sizeof plan);
+    tensors_layout(NULL, NULL, &flat, &flat_decay, config, Vp);
+    plan.parameters_count = parameters_counted(config);
+    plan.parameters = (size_t)flat * backend->element;
+    if (options->training) {
+        plan.gradients = (size_t)flat * 4;
+        plan.optimizer = (size_t)flat * 8 + (backend->dtype == DTYPE_FP32 ? 0 : (size_t)flat * 4);
+    }
+    plan.activations = activation_layout(config, options, backend, attention).bytes;
+    plan.scratch = scratch_layout(config, options, backend, attention, Vp).bytes;
+    plan.total = plan.parameters + plan.gradients + plan.optimizer + plan.activations + plan.scratch;
+    return plan;
+}
+
+/* The sentence for a plan that does not fit into `available` bytes, with the largest batch that would. */
+static void plan_fault(const GptConfig *config, const GptOptions *options, const Backend *backend,
+                       const AttentionKernel *attention, int64_t available, char *error, size_t error_size)
+{
+    GptOptions tried = *options;
+    int64_t fits = 0, low = 1, high = options->batch;
+    while (low <= high) {
+        tried.batch = low + (high - low) / 2;
+        if ((int64_t)gpt_plan(config, &tried, backend, attention).total <= available) {
+            fits = tried.batch;
+            low = tried.batch + 1;
+        } else {
+            high = tried.batch - 1;
+        }
+    }
+    double GiB = 1024.0 * 1024.0 * 1024.0;
+    size_t total = gpt_plan(config, options, backend, attention).total;
+    int length = snprintf(error, error_size, "not enough memory: the plan needs %.2f GiB and %.2f GiB are free, %.2f GiB too few; ",
+                          (double)total / GiB, (double)available / GiB, ((double)total - (double)available) / GiB);
+    if (length < 0 || (size_t)length >= error_size) return;
+    if (fits) snprintf(error + length, error_size - (size_t)length, "--batch %lld would fit", (long long)fits);
+    else snprintf(error + length, error_size - (size_t)length, "not even --batch 1 would fit: choose a smaller model or --seq");
+}
+
+/* --- life ----------------------------------------------------------------------------------------------------------------- */
+
+Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backend *backend, Stream *stream,
+                const AttentionKernel *attention, char *error, size_t error_size)
+{
+    if (gpt_config_fault(config, error, error_size)) return NULL;
+    if (options->batch < 1 || options->sequence < 1 || options->sequence > config->context) {
+        snprintf(error, error_size, "batch %lld and sequence %lld must be at least 1 and the sequence at most the context, %lld",
+                 (long long)options->batch, (long long)options->sequence, (long long)config->context);
+        return NULL;
+    }
+    GptPlan plan = gpt_plan(config, options, backend, attention);
+    int64_t available = backend->memory_available(stream);
+    if ((int64_t)plan.total > available) {
+        plan_fault(config, options, backend, attention, available, error, error_size);
+        return NULL;
+    }
+
+    Gpt *gpt = (Gpt *)calloc(1, sizeof *gpt);
+    if (!gpt) { snprintf(error, error_size, "not enough memory for the model's tables"); return NULL; }
+    gpt->config = *config;
+    gpt->options = *options;
+    gpt->backend = backend;
+    gpt->stream = stream;
+    gpt->attention = attention;
+    gpt->plan = plan;
+    gpt->Vp = padded_vocab(config, backend);
+    gpt->chunk = classifier_chunk(options->batch * options->sequence, gpt->Vp, backend->element);
+    gpt->tensor_count = tensors_layout(NULL, gpt->kind_first, &gpt->flat, &gpt->flat_decay, config, gpt->Vp);
+    gpt->tensors = (GptTensor *)calloc(gpt->tensor_count, sizeof *gpt->tensors);
+    gpt->losses_host = (float *)malloc((size_t)(options->batch * options->sequence) * sizeof(float));
+    gpt->act = activation_layout(config, options, backend, attention);
+    gpt->layout = scratch_layout(config, options, backend, attention, gpt->Vp);
+
+    gpt->parameters = backend->alloc(plan.parameters, stream);
+    gpt->gradients = plan.gradients ? (float *)backend->alloc(plan.gradients, stream) : NULL;
+    gpt->moments = plan.optimizer ? (float *)backend->alloc(plan.optimizer, stream) : NULL;
+    gpt->activations = (char *)backend->alloc(plan.activations, stream);
+    gpt->scratch = (char *)backend->alloc(plan.scratch, stream);
+    if (!gpt->tensors || !gpt->losses_host || !gpt->parameters || (plan.gradients && !gpt->gradients) ||
+        (plan.optimizer && !gpt->moments) || !gpt->activations || !gpt->scratch) {
+        available = backend->memory_available(stream);
+        plan_fault(config, options, backend, attention, available < (int64_t)plan.total ? available : (int64_t)plan.total - 1,
+                   error, error_size);
+        gpt_free(gpt);
+        return NULL;
+    }
+    tensors_layout(gpt->tensors, NULL, &gpt->flat, &gpt->flat_decay, config, gpt->Vp);
+    if (backend->dtype == DTYPE_FP32) gpt->master = (float *)gpt->parameters;
+    else if (gpt->moments) gpt->master = gpt->moments + 2 * gpt->flat;
+    backend->zero(gpt->parameters, plan.parameters, stream);
+    if (gpt->gradients) backend->zero(gpt->gradients, plan.gradients, stream);
+    if (gpt->moments) backend->zero(gpt->moments, plan.optimizer, stream);
+    return gpt;
+}
+
+void gpt_free(Gpt *gpt)
+{
+    if (!gpt) return;
+    gpt->backend->free(gpt->parameters, gpt->stream);
+    gpt->backend->free(gpt->gradients, gpt->stream);
+    gpt->backend->free(gpt->moments, gpt->stream);
+    gpt->backend->free(gpt->activations, gpt->stream);
+    gpt->backend->free(gpt->scratch, gpt->stream);
+    free(gpt->tensors);
+    free(gpt->losses_host);
+    free(gpt);
+}
+
+const GptConfig *gpt_config(const Gpt *gpt) { return &gpt->config; }
+size_t gpt_tensor_count(const Gpt *gpt) { return gpt->tensor_count; }
+const GptTensor *gpt_tensor(const Gpt *gpt, size_t i) { return &gpt->tensors[i]; }
+const char *gpt_fault(const Gpt *gpt) { return gpt->fault; }
+
+/* --- parameters from and to the host -------------------------------------------------------------------------------------- */
+
+static float *flat_buffer(const Gpt *gpt, GptBuffer buffer)
+{
+    switch (buffer) {
+    case GPT_PARAMETERS: return gpt->master;
+    case GPT_GRADIENTS: return gpt->gradients;
+    case GPT_MOMENT1: return gpt->moments;
+    default: return gpt->moments + gpt->flat;
+    }
+}
+
+/* A parameter in the working type. */
+static char *parameter_at(const Gpt *gpt, int64_t offset) { return (char *)gpt->parameters + (size_t)offset * gpt->backend->element; }
+
+void gpt_read(const Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t count, float *host)
+{
+    const Backend *be = gpt->backend;
+    const GptTensor *tensor = &gpt->tensors[i];
+    int64_t start = tensor->offset + first * tensor->columns, n = count * tensor->columns;
+    const float *flat = flat_buffer(gpt, buffer);
+    if (flat) {
+        be->copy_out(host, flat + start, (size_t)n * 4, gpt->stream);
+        return;
+    }
+    float *staging = (float *)(gpt->scratch + gpt->layout.work); /* bf16 inference: there is no fp32 copy to read */
+    for (int64_t done = 0; done < n; done += STAGING_ELEMENTS) {
+        int64_t piece = n - done < STAGING_ELEMENTS ? n - done : STAGING_ELEMENTS;
+        be->to_fp32(staging, parameter_at(gpt, start + done), piece, gpt->stream);
+        be->copy_out(host + done, staging, (size_t)piece * 4, gpt->stream);
+    }
+}
+
+void gpt_write(Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t count, const float *host)
+{
+    const Backend *be = gpt->backend;
+    const GptTensor *tensor = &gpt->tensors[i];
+    int64_t start = tensor->offset + first * tensor->columns, n = count * tensor->columns;
+    float *flat = flat_buffer(gpt, buffer);
+    if (flat) be->copy_in(flat + start, host, (size_t)n * 4, gpt->stream);
+    if (buffer != GPT_PARAMETERS || be->dtype == DTYPE_FP32) return;
+    if (flat) {
+        be->from_fp32(parameter_at(gpt, start), flat + start, n, gpt->stream);
+        return;
+    }
+    float *staging = (float *)(gpt->scratch + gpt->layout.work);
+    for (int64_t done = 0; done < n; done += STAGING_ELEMENTS) {
+        int64_t piece = n - done < STAGING_ELEMENTS ? n - done : STAGING_ELEMENTS;
+        be->copy_in(staging, host + done, (size_t)piece * 4, gpt->stream);
+        be->from_fp32(parameter_at(gpt, start + done), staging, piece, gpt->stream);
+    }
+}
+
+/* Rows of a tensor that fit the host staging buffer of gpt_init_random and gpt_find_nonfinite: at least one. */
+static int64_t staging_rows(const GptTensor *tensor)
+{
+    int64_t rows = STAGING_ELEMENTS / tensor->columns;
+    return rows < 1 ? 1 : rows < tensor->rows ? rows : tensor->rows;
+}
+
+/* row (n) = normal(0, deviation), from the seed of this row alone. Source: Box and Muller 1958. */
+static void normal_row(float *row, int64_t n, uint64_t seed, double deviation)
+{
+    uint64_t state = seed;
+    for (int64_t i = 0; i < n; i += 2) {
+        double radius = deviation * sqrt(-2 * log(1 - random_uniform(&state)));
+        double angle = 2 * 3.14159265358979323846 * random_uniform(&state);
+        row[i] = (float)(radius * cos(angle));
+        if (i + 1 < n) row[i + 1] = (float)(radius * sin(angle));
+    }
+}
+
+void gpt_init_random(Gpt *gpt, uint64_t seed)
+{
+    float *staging = NULL;
+    for (size_t i = 0; i < gpt->tensor_count; i++) {
+        const GptTensor *tensor = &gpt->tensors[i];
+        int64_t step = staging_rows(tensor);
+        double deviation = 0.02;
+        if (tensor->kind == GPT_PROJ_W || tensor->kind == GPT_FCPROJ_W) deviation /= sqrt(2.0 * (double)gpt->config.layers);
+        int ones = tensor->kind == GPT_LN1_W || tensor->kind == GPT_LN2_W || tensor->kind == GPT_LNF_W;
+        uint64_t tensor_seed = random_mix(random_mix(seed) + i);
+        staging = (float *)realloc(staging, (size_t)(step * tensor->columns) * sizeof(float));
+        if (!staging) { gpt->fault = "not enough memory to initialise the parameters"; return; }
+        for (int64_t first = 0; first < tensor->rows; first += step) {
+            int64_t count = tensor->rows - first < step ? tensor->rows - first : step;
+            #pragma omp parallel for schedule(static)
+            for (int64_t r = 0; r < count; r++) {
+                float *row = staging + r * tensor->columns;
+                if (KINDS[tensor->kind].matrix)
+                    normal_row(row, tensor->columns, random_mix(tensor_seed + (uint64_t)(first + r)), deviation);
+                else
+                    for (int64_t c = 0; c < tensor->columns; c++) row[c] = ones ? 1.0f : 0.0f;
+            }
+            gpt_write(gpt, GPT_PARAMETERS, i, first, count, staging);
+        }
+    }
+    free(staging);
+}
+
+const GptTensor *gpt_find_nonfinite(const Gpt *gpt, GptBuffer buffer)
+{
+    float *staging = NULL;
+    const GptTensor *found = NULL;
+    for (size_t i = 0; i < gpt->tensor_count && !found; i++) {
+        const GptTensor *tensor = &gpt->tensors[i];
+        int64_t step = staging_rows(tensor);
+        float *grown = (float *)realloc(staging, (size_t)(step * tensor->columns) * sizeof(float));
+        if (!grown) break;
+        staging = grown;
+        for (int64_t first = 0; first < tensor->rows && !found; first += step) {
+            int64_t count = tensor->rows - first < step ? tensor->rows - first : step;
+            gpt_read(gpt, buffer, i, first, count, staging);
+            for (int64_t e = 0; e < count * tensor->columns && !found; e++)
+                if (!isfinite(staging[e])) found = tensor;
+        }
+    }
+    free(staging);
+    return found;
+}
+
+/* --- forward --------------------------------------------------------------------------------------------------------------- */
+
+/* Activation of layer l (any l for those of the model). */
+static void *act_at(const Gpt *gpt, Activation a, int64_t l)
+{
+    return gpt->activations + gpt->act.offset[a] + gpt->act.stride[a] * (size_t)(gpt->act.slots[a] > 1 ? l : 0);
+}
+
+static const void *weight_at(const Gpt *gpt, GptKind kind, int64_t l)
+{
+    return parameter_at(gpt, gpt->tensors[gpt->kind_first[kind] + (size_t)(KINDS[kind].in_block ? l : 0)].offset);
+}
+
+static float *gradient_at(const Gpt *gpt, GptKind kind, int64_t l)
+{
+    return gpt->gradients + gpt->tensors[gpt->kind_first[kind] + (size_t)(KINDS[kind].in_block ? l : 0)].offset;
+}
+
+static void attention_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
+{
+    AttentionShape shape = attention_shape(&gpt->config, &gpt->options, gpt->backend, B, T);
+    const void *qkv = act_at(gpt, ACT_QKV, l);
+    size_t element = gpt->backend->element;
+    const char *fault = gpt->attention->forward(
+        attention_rows_output(act_at(gpt, ACT_ATT, l), &shape), (float *)act_at(gpt, ACT_LSE, l), act_at(gpt, ACT_SAVED, l),
+        gpt->scratch + gpt->layout.attention, attention_packed_input(qkv, 0, &shape, element),
+        attention_packed_input(qkv, 1, &shape, element), attention_packed_input(qkv, 2, &shape, element), &shape,
+        gpt->backend->attention_stream(gpt->stream));
+    if (fault && !gpt->fault) gpt->fault = fault;
+}
+
+/* Block l from its ln1 on up to gelu(fc): all that its backward reads. resid: the block's input (N,C). */
+static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, void *resid)
+{
+    const Backend *be = gpt->backend;
+    int64_t N = B * T, C = gpt->config.channels;
+    void *branch = gpt->scratch + gpt->layout.branch;
+    be->linear_forward(act_at(gpt, ACT_QKV, l), act_at(gpt, ACT_LN1, l), weight_at(gpt, GPT_QKV_W, l),
+                       weight_at(gpt, GPT_QKV_B, l), N, C, 3 * C, gpt->stream);
+    attention_forward(gpt, l, B, T);
+    be->linear_forward(branch, act_at(gpt, ACT_ATT, l), weight_at(gpt, GPT_PROJ_W, l), weight_at(gpt, GPT_PROJ_B, l), N, C, C,
+                       gpt->stream);
+    be->residual_layernorm_forward(act_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l), (float *)act_at(gpt, ACT_LN2_MEAN, l),
+                                   (float *)act_at(gpt, ACT_LN2_RSTD, l), resid, branch, weight_at(gpt, GPT_LN2_W, l),
+                                   weight_at(gpt, GPT_LN2_B, l), N, C, gpt->stream);
+    be->linear_gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), act_at(gpt, ACT_LN2, l),
+                            weight_at(gpt, GPT_FC_W, l), weight_at(gpt, GPT_FC_B, l), N, C, 4 * C, gpt->stream);
+}
+
+/* The block's last projection, its sum into the next block's input, and that block's ln1 (after the last block: ln_f). */
+static void block_finish(Gpt *gpt, int64_t l, int64_t N)
+{
+    const Backend *be = gpt->backend;
+    int64_t C = gpt->config.channels;
+    void *branch = gpt->scratch + gpt->layout.branch;
+    be->linear_forward(branch, act_at(gpt, ACT_GELU, l), weight_at(gpt, GPT_FCPROJ_W, l), weight_at(gpt, GPT_FCPROJ_B, l), N,
+                       4 * C, C, gpt->stream);
+    int last = l + 1 == gpt->config.layers;
+    Activation out = last ? ACT_LNF : ACT_LN1, mean = last ? ACT_LNF_MEAN : ACT_LN1_MEAN, rstd = last ? ACT_LNF_RSTD : ACT_LN1_RSTD;
+    be->residual_layernorm_forward(act_at(gpt, ACT_RESID, l + 1), act_at(gpt, out, l + 1), (float *)act_at(gpt, mean, l + 1),
+                                   (float *)act_at(gpt, rstd, l + 1), act_at(gpt, ACT_RESID_MID, l), branch,
+                                   weight_at(gpt, last ? GPT_LNF_W : GPT_LN1_W, l + 1),
+                                   weight_at(gpt, last ? GPT_LNF_B : GPT_LN1_B, l + 1), N, C, gpt->stream);
+}
+
+/* ln1 of block l alone: of the first block, and when a block is computed again. */
+static void block_start(Gpt *gpt, int64_t l, int64_t N)
+{
+    gpt->backend->layernorm_forward(act_at(gpt, ACT_LN1, l), (float *)act_at(gpt, ACT_LN1_MEAN, l),
+                                    (float *)act_at(gpt, ACT_LN1_RSTD, l), act_at(gpt, ACT_RESID, l),
+                                    weight_at(gpt, GPT_LN1_W, l), weight_at(gpt, GPT_LN1_B, l), N, gpt->config.channels,
+                                    gpt->stream);
+}
+
+/* Tokens (B,T) in host memory to ln_f's output. */
+static void model_forward(Gpt *gpt, const int32_t *tokens, int64_t B, int64_t T)
+{
+    const Backend *be = gpt->backend;
+    int64_t N = B * T;
+    int32_t *inputs = (int32_t *)act_at(gpt, ACT_TOKENS, 0);
+    be->copy_in(inputs, tokens, (size_t)N * 4, gpt->stream);
+    be->embedding_forward(act_at(gpt, ACT_RESID, 0), inputs, weight_at(gpt, GPT_WTE, 0), weight_at(gpt, GPT_WPE, 0), B, T,
+                          gpt->config.channels, gpt->stream);
+    block_start(gpt, 0, N);
+    for (int64_t l = 0; l < gpt->config.layers; l++) {
+        block_forward(gpt, l, B, T, act_at(gpt, ACT_RESID, l));
+        block_finish(gpt, l, N);
+    }
+}
+
+/* Losses of all rows, chunk by chunk; where dscale is not 0 also dnorm = the gradient of ln_f's output, and wte's gradient. */
+static double classify(Gpt *gpt, const int32_t *targets, int64_t N, float dscale)
+{
+    const Backend *be = gpt->backend;
+    int64_t C = gpt->config.channels;
+    size_t row = (size_t)C * be->element;
+    int32_t *expected = (int32_t *)act_at(gpt, ACT_TARGETS, 0);
+    float *losses = (float *)act_at(gpt, ACT_LOSSES, 0);
+    char *logits = gpt->scratch + gpt->layout.logits, *hidden = (char *)act_at(gpt, ACT_LNF, 0);
+    const void *wte = weight_at(gpt, GPT_WTE, 0);
+    be->copy_in(expected, targets, (size_t)N * 4, gpt->stream);
+    for (int64_t first = 0; first < N; first += gpt->chunk) {
+        int64_t n = N - first < gpt->chunk ? N - first : gpt->chunk;
+        char *rows = hidden + (size_t)first * row;
+        be->linear_forward(logits, rows, wte, NULL, n, C, gpt->Vp, gpt->stream);
+        be->loss_forward_backward(losses + first, logits, expected + first, dscale, n, gpt->config.vocab, gpt->Vp, gpt->stream);
+        if (dscale == 0) continue;
+        be->linear_backward_input(gpt->scratch + gpt->layout.dnorm + (size_t)first * row, logits, wte, NULL, n, C, gpt->Vp,
+                                  gpt->stream);
+        be->linear_backward_weight(gradient_at(gpt, GPT_WTE, 0), NULL, gpt->scratch + gpt->layout.work, logits, rows, n, C,
+                                   gpt->Vp, gpt->stream);
+    }
+    be->copy_out(gpt->losses_host, losses, (size_t)N * 4, gpt->stream);
+    double sum = 0;
+    for (int64_t i = 0; i < N; i++) sum += (double)gpt->losses_host[i];
+    return gpt->fault ? (double)NAN : sum;
+}
+
+double gpt_loss(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T)
+{
+    if (B < 1 || T < 1) return 0;
+    model_forward(gpt, tokens, B, T);
+    return classify(gpt, targets, B * T, 0);
+}
+
+void gpt_logits(Gpt *gpt, float *logits, const int32_t *tokens, int64_t T)
+{
+    const Backend *be = gpt->backend;
+    int64_t C = gpt->config.channels, V = gpt->config.vocab;
+    model_forward(gpt, tokens, 1, T);
+    char *row = (char *)act_at(gpt, ACT_LNF, 0) + (size_t)((T - 1) * C) * be->element, *out = gpt->scratch + gpt->layout.logits;
+    be->linear_forward(out, row, weight_at(gpt, GPT_WTE, 0), NULL, 1, C, gpt->Vp, gpt->stream);
+    if (be->dtype == DTYPE_FP32) {
+        be->copy_out(logits, out, (size_t)V * 4, gpt->stream);
+        return;
+    }
+    float *staging = (float *)(gpt->scratch + gpt->layout.work);
+    for (int64_t done = 0; done < V; done += STAGING_ELEMENTS) {
+        int64_t n = V - done < STAGING_ELEMENTS ? V - done : STAGING_ELEMENTS;
+        be->to_fp32(staging, out + (size_t)done * be->element, n, gpt->stream);
+        be->copy_out(logits + done, staging, (size_t)n * 4, gpt->stream);
+    }
+}
+
+/* --- backward and update --------------------------------------------------------------------------------------------------- */
+
+static void attention_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
+{
+    AttentionShape shape = attention_shape(&gpt->config, &gpt->options, gpt->backend, B, T);
+    const void *qkv = act_at(gpt, ACT_QKV, l);
+    void *dqkv = gpt->scratch + gpt->layout.dqkv;
+    size_t element = gpt->backend->element;
+    const char *fault = gpt->attention->backward(
+        attention_packed_output(dqkv, 0, &shape, element), attention_packed_output(dqkv, 1, &shape, element),
+        attention_packed_output(dqkv, 2, &shape, element), gpt->scratch + gpt->layout.attention,
+        attention_rows_input(gpt->scratch + gpt->layout.dnorm, &shape), attention_packed_input(qkv, 0, &shape, element),
+        attention_packed_input(qkv, 1, &shape, element), attention_packed_input(qkv, 2, &shape, element),
+        attention_rows_input(act_at(gpt, ACT_ATT, l), &shape), (const float *)act_at(gpt, ACT_LSE, l),
+        act_at(gpt, ACT_SAVED, l), &shape, gpt->backend->attention_stream(gpt->stream));
+    if (fault && !gpt->fault) gpt->fault = fault;
+}
+
+/* The feed-forward half: dresid is the gradient of the block's output on entry, of resid_mid on return. */
+static void mlp_backward(Gpt *gpt, int64_t l, int64_t N)
+{
+    const Backend *be = gpt->backend;
+    int64_t C = gpt->config.channels;
+    void *dresid = gpt->scratch + gpt->layout.dresid, *dnorm = gpt->scratch + gpt->layout.dnorm;
+    void *dpre = gpt->scratch + gpt->layout.dpre, *work = gpt->scratch + gpt->layout.work;
+    be->linear_backward_weight(gradient_at(gpt, GPT_FCPROJ_W, l), gradient_at(gpt, GPT_FCPROJ_B, l), work, dresid,
+                               act_at(gpt, ACT_GELU, l), N, 4 * C, C, gpt->stream);
+    be->linear_backward_input(dpre, dresid, weight_at(gpt, GPT_FCPROJ_W, l), act_at(gpt, ACT_PRE, l), N, 4 * C, C, gpt->stream);
+    be->linear_backward_weight(gradient_at(gpt, GPT_FC_W, l), gradient_at(gpt, GPT_FC_B, l), work, dpre, act_at(gpt, ACT_LN2, l),
+                               N, C, 4 * C, gpt->stream);
+    be->linear_backward_input(dnorm, dpre, weight_at(gpt, GPT_FC_W, l), NULL, N, C, 4 * C, gpt->stream);
+    be->layernorm_backward(dresid, gradient_at(gpt, GPT_LN2_W, l), gradient_at(gpt, GPT_LN2_B, l), work, dnorm,
+                           act_at(gpt, ACT_RESID_MID, l), weight_at(gpt, GPT_LN2_W, l), (float *)act_at(gpt, ACT_LN2_MEAN, l),
+                           (float *)act_at(gpt, ACT_LN2_RSTD, l), N, C, gpt->stream);
+}
+
+/* The attention half: dresid is the gradient of resid_mid on entry, of the block's input on return. */
+static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
+{
+    const Backend *be = gpt->backend;
+    int64_t N = B * T, C = gpt->config.channels;
+    void *dresid = gpt->scratch + gpt->layout.dresid, *dnorm = gpt->scratch + gpt->layout.dnorm;
+    void *dqkv = gpt->scratch + gpt->layout.dqkv, *work = gpt->scratch + gpt->layout.work;
+    be->linear_backward_weight(gradient_at(gpt, GPT_PROJ_W, l), gradient_at(gpt, GPT_PROJ_B, l), work, dresid,
+                               act_at(gpt, ACT_ATT, l), N, C, C, gpt->stream);
+    be->linear_backward_input(dnorm, dresid, weight_at(gpt, GPT_PROJ_W, l), NULL, N, C, C, gpt->stream);
+    attention_backward(gpt, l, B, T);
+    be->linear_backward_weight(gradient_at(gpt, GPT_QKV_W, l), gradient_at(gpt, GPT_QKV_B, l), work, dqkv,
+                               act_at(gpt, ACT_LN1, l), N, C, 3 * C, gpt->stream);
+    be->linear_backward_input(dnorm, dqkv, weight_at(gpt, GPT_QKV_W, l), NULL, N, C, 3 * C, gpt->stream);
+    be->layernorm_backward(dresid, gradient_at(gpt, GPT_LN1_W, l), gradient_at(gpt, GPT_LN1_B, l), work, dnorm,
+                           act_at(gpt, ACT_RESID, l), weight_at(gpt, GPT_LN1_W, l), (float *)act_at(gpt, ACT_LN1_MEAN, l),
+                           (float *)act_at(gpt, ACT_LN1_RSTD, l), N, C, gpt->stream);
+}
+
+double gpt_backward(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T, float dscale)
+{
+    const Backend *be = gpt->backend;
+    int64_t N = B * T, C = gpt->config.channels;
+    if (N < 1) return 0;
+    model_forward(gpt, tokens, B, T);
+    double loss = classify(gpt, targets, N, dscale);
+
+    void *dresid = gpt->scratch + gpt->layout.dresid, *work = gpt->scratch + gpt->layout.work;
+    be->zero(dresid, (size_t)(N * C) * be->element, gpt->stream);
+    be->layernorm_backward(dresid, gradient_at(gpt, GPT_LNF_W, 0), gradient_at(gpt, GPT_LNF_B, 0), work,
+                           gpt->scratch + gpt->layout.dnorm, act_at(gpt, ACT_RESID, gpt->config.layers),
+                           weight_at(gpt, GPT_LNF_W, 0), (float *)act_at(gpt, ACT_LNF_MEAN, 0),
+                           (float *)act_at(gpt, ACT_LNF_RSTD, 0), N, C, gpt->stream);
+    for (int64_t l = gpt->config.layers - 1; l >= 0; l--) {
+        if (gpt->options.recompute == GPT_RECOMPUTE_BLOCK) {
+            block_start(gpt, l, N);
+            block_forward(gpt, l, B, T, act_at(gpt, ACT_RESID, l));
+        } else if (gpt->options.recompute == GPT_RECOMPUTE_GELU) {
+            be->gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), 4 * N * C, gpt->stream);
+        }
+        mlp_backward(gpt, l, N);
+        attention_half_backward(gpt, l, B, T);
+    }
+    be->embedding_backward(gradient_at(gpt, GPT_WTE, 0), gradient_at(gpt, GPT_WPE, 0), work, dresid,
+                           (const int32_t *)act_at(gpt, ACT_TOKENS, 0), B, T, C, gpt->stream);
+    return gpt->fault ? (double)NAN : loss;
+}
+
+void gpt_zero_gradients(Gpt *gpt) { gpt->backend->zero(gpt->gradients, gpt->plan.gradients, gpt->stream); }
+
+float gpt_update(Gpt *gpt, const AdamwStep *step)
+{
+    const Backend *be = gpt->backend;
+    float norm, *norm_at = (float *)act_at(gpt, ACT_NORM, 0);
+    AdamwStep *step_at = (AdamwStep *)act_at(gpt, ACT_STEP, 0);
+    be->copy_in(step_at, step, sizeof *step, gpt->stream);
+    be->global_norm(norm_at, gpt->scratch + gpt->layout.work, gpt->gradients, gpt->flat, gpt->stream);
+    be->adamw_update(gpt->parameters, gpt->master, gpt->moments, gpt->moments + gpt->flat, gpt->gradients, norm_at, step_at,
+                     gpt->flat, gpt->flat_decay, gpt->stream);
+    be->copy_out(&norm, norm_at, sizeof norm, gpt->stream);
+    return norm;
+}
