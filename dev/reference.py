@@ -1,0 +1,676 @@
+#!/usr/bin/env python3
+"""The PyTorch twin of train_gpt: the same run, computed by other code.
+
+It takes the trainer's options, reads the same shards in the same order, starts from the same checkpoint, steps with
+torch.optim.AdamW, and writes the same log.jsonl, so that dev/compare.py can lay one curve over the other:
+
+    ./train_gpt --data data/text --model d4 --steps 0 --out runs/start            # the common start
+    ./train_gpt --data data/text --init runs/start/step_00000000 --out runs/c
+    python3 dev/reference.py --config runs/c/config.json --out runs/torch          # the same options, by PyTorch
+    python3 dev/compare.py runs/c runs/torch --png difference.png
+
+One file, top to bottom: options, shards, order of windows, checkpoints, the model, the optimizer, the run. It needs PyTorch
+(1.13 or later) and numpy. Nothing here is tuned beyond what a PyTorch user would write; --attention sdpa, --compile and
+--dtype bf16 make it the baseline to measure speed against.
+"""
+import argparse
+import glob
+import inspect
+import json
+import math
+import os
+import sys
+import time
+
+try:
+    import numpy
+    import torch
+    import torch.nn.functional as F
+except ImportError as missing:
+    sys.exit(f"dev/reference.py needs PyTorch and numpy: {missing}")
+
+
+class Fault(Exception):
+    """What is wrong with the input, in one sentence."""
+
+
+# --- options -------------------------------------------------------------------------------------------------------------
+
+# Shapes of the published models: layers, heads, dim.
+MODELS = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
+
+# Name, default, help. The type is that of the default; None is text.
+OPTIONS = [
+    ("data", None, "folder with train_*.bin, val_*.bin and tokenizer.bin"),
+    ("train", None, "glob of training shards, instead of --data"),
+    ("val", None, "glob of validation shards, instead of --data"),
+    ("model", None, "gpt2, gpt2-medium, gpt2-large, gpt2-xl or dN (N layers, 64*N wide); or the five sizes below"),
+    ("layers", 0, "transformer blocks"),
+    ("heads", 0, "attention heads"),
+    ("dim", 0, "channels"),
+    ("context", 0, "positions the model has; 0: --seq"),
+    ("vocab", 0, "tokens in the vocabulary; 0: those of tokenizer.bin"),
+    ("init", "random", "checkpoint to start from (folder or .safetensors), or random"),
+    ("out", None, "folder for log.jsonl, config.json and checkpoints"),
+    ("batch", 8, "sequences in a micro-step"),
+    ("seq", 0, "tokens in a sequence; 0: --context"),
+    ("batch-tokens", 0, "tokens in an update, a multiple of batch*seq; 0: batch*seq"),
+    ("steps", 1000, "updates"),
+    ("lr", 6e-4, "largest learning rate"),
+    ("warmup", 0, "updates until the learning rate is reached"),
+    ("schedule", "cosine", "cosine, linear, constant or wsd"),
+    ("lr-final", -1.0, "learning rate at the end; negative: lr/10"),
+    ("weight-decay", 0.1, "decay of matrices"),
+    ("beta1", 0.9, "decay of the first moment"),
+    ("beta2", 0.95, "decay of the second moment"),
+    ("eps", 1e-8, "AdamW's epsilon"),
+    ("clip", 1.0, "largest global norm of the gradient; 0: no limit"),
+    ("eval-every", 100, "updates between evaluations; 0: none"),
+    ("eval-tokens", 65536, "tokens of an evaluation"),
+    ("device", "auto", "auto, cpu, cuda or cuda:N"),
+    ("dtype", "fp32", "fp32, or bf16 for autocast"),
+    ("attention", "materialised", "materialised, or sdpa: scaled_dot_product_attention (PyTorch 2)"),
+    ("seed", 1337, "seed of the order of windows and of --init random"),
+]
+# Options of a run that describe where and how it ran, not what it computed: --config does not take them over.
+NOT_FROM_CONFIG = ("out", "device", "attention")
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter)
+    for name, default, text in OPTIONS:
+        shown = "" if default is None else f" (default {default})"
+        parser.add_argument("--" + name, type=type(default) if default is not None else str, default=default,
+                            metavar="X", help=text + shown)
+    parser.add_argument("--config", metavar="FILE", help="config.json of a run of train_gpt: its options become the defaults")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model (PyTorch 2)")
+    parser.add_argument("--tf32", action="store_true", help="allow TF32 products in fp32 mode")
+    parser.add_argument("--save", action="store_true", help="write the final checkpoint")
+    return parser
+
+
+def read_json(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as fault:
+        raise Fault(f"{path}: {fault.strerror}") from None
+    except ValueError as fault:
+        raise Fault(f"{path}: not JSON: {fault}") from None
+
+
+def config_defaults(path):
+    """The options of a train_gpt run that this program has too, by the types of the table."""
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise Fault(f"{path}: holds {type(config).__name__}, expected an object of options")
+    defaults = {}
+    for name, default, _ in OPTIONS:
+        key = name.replace("-", "_")
+        value = config.get(key)
+        if value is None or name in NOT_FROM_CONFIG:
+            continue
+        kind = str if default is None else type(default)
+        allowed = (int, float) if kind is float else kind
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            raise Fault(f"{path}: {key} is {json.dumps(value)}, expected {kind.__name__}")
+        defaults[key] = kind(value)
+    return defaults
+
+
+def parse_options(arguments):
+    parser = build_parser()
+    first = parser.parse_args(arguments)
+    if first.config:
+        parser.set_defaults(**config_defaults(first.config))
+    options = parser.parse_args(arguments)
+    for name, allowed in (("schedule", ("cosine", "linear", "constant", "wsd")), ("dtype", ("fp32", "bf16")),
+                          ("attention", ("materialised", "sdpa"))):
+        if getattr(options, name) not in allowed:
+            raise Fault(f"--{name} is '{getattr(options, name)}', expected one of {', '.join(allowed)}")
+    for name in ("batch", "lr", "eps"):
+        if not getattr(options, name) > 0:
+            raise Fault(f"--{name} is {getattr(options, name)}, expected more than 0")
+    for name in ("layers", "heads", "dim", "context", "vocab", "seq", "batch_tokens", "steps", "warmup", "weight_decay",
+                 "clip", "eval_every", "eval_tokens"):
+        if not getattr(options, name) >= 0:
+            raise Fault(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected 0 or more")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(options, name) < 1:
+            raise Fault(f"--{name} is {getattr(options, name)}, expected 0 or more and below 1")
+    if not options.out:
+        raise Fault("--out is missing: the folder for log.jsonl")
+    if options.attention == "sdpa" and not hasattr(F, "scaled_dot_product_attention"):
+        raise Fault(f"--attention sdpa needs PyTorch 2, this is {torch.__version__}")
+    if options.compile and not hasattr(torch, "compile"):
+        raise Fault(f"--compile needs PyTorch 2, this is {torch.__version__}")
+    return options
+
+
+def resolve_data(options):
+    """Fills --train, --val and --vocab from --data."""
+    if options.data:
+        options.train = options.train or os.path.join(glob.escape(options.data), "train_*.bin")
+        options.val = options.val or os.path.join(glob.escape(options.data), "val_*.bin")
+        tokenizer = os.path.join(options.data, "tokenizer.bin")
+        if not options.vocab and os.path.exists(tokenizer):
+            options.vocab = tokenizer_vocab(tokenizer)
+    if not options.train:
+        raise Fault("no training data: say --data DIR or --train GLOB")
+
+
+def tokenizer_vocab(path):
+    """Number of tokens in tokenizer.bin (data/tokenizer.h)."""
+    header = numpy.fromfile(path, dtype="<i4", count=4)
+    if len(header) < 4 or header[0] != 20240328 or header[1] != 2:
+        raise Fault(f"{path}: starts with {list(map(int, header[:2]))}, expected magic 20240328 and version 2")
+    return int(header[2])
+
+
+def resolve_model(options):
+    """Fills the sizes of the model from --init or --model, and what depends on them."""
+    if options.init != "random" and os.path.isdir(options.init):
+        config = read_json(os.path.join(options.init, "config.json"))
+        for key, name in (("n_layer", "layers"), ("n_head", "heads"), ("n_embd", "dim"), ("n_positions", "context"),
+                          ("vocab_size", "vocab")):
+            if not isinstance(config, dict) or not isinstance(config.get(key), int):
+                raise Fault(f"{options.init}/config.json: {key} is missing or no integer")
+            setattr(options, name, config[key])
+    elif options.model in MODELS:
+        sizes = MODELS[options.model]
+        options.layers, options.heads, options.dim = (getattr(options, name) or size
+                                                      for name, size in zip(("layers", "heads", "dim"), sizes))
+        options.context = options.context or 1024
+    elif options.model:
+        if not (options.model[:1] == "d" and options.model[1:].isdigit() and int(options.model[1:]) > 0):
+            raise Fault(f"--model is '{options.model}', expected one of {', '.join(MODELS)} or dN")
+        depth = int(options.model[1:])
+        options.layers, options.heads = options.layers or depth, options.heads or depth
+        options.dim = options.dim or 64 * depth
+    options.seq = options.seq or options.context
+    options.context = options.context or options.seq
+    for name in ("layers", "heads", "dim", "vocab", "seq"):
+        if not getattr(options, name):
+            raise Fault(f"--{name} is not known: say it, or --model, or --init with a checkpoint folder")
+    if options.dim % options.heads:
+        raise Fault(f"--dim {options.dim} is not divisible by --heads {options.heads}")
+    if options.seq > options.context:
+        raise Fault(f"--seq {options.seq} is above the model's context of {options.context}")
+    micro = options.batch * options.seq
+    options.batch_tokens = options.batch_tokens or micro
+    if options.batch_tokens % micro:
+        raise Fault(f"--batch-tokens {options.batch_tokens} is no multiple of batch*seq = {micro}")
+    if options.lr_final < 0:
+        options.lr_final = options.lr / 10
+
+
+# --- shards (data/shards.h) ------------------------------------------------------------------------------------------------
+
+HEADER_BYTES = 1024
+FORMS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, type of a token
+
+
+def open_shard(path):
+    """The tokens of a shard, memory-mapped."""
+    size = os.path.getsize(path)
+    if size == 0:
+        raise Fault(f"{path}: is empty")
+    head = numpy.fromfile(path, dtype="<i4", count=3) if size >= 12 else numpy.zeros(3, dtype="<i4")
+    if int(head[0]) not in FORMS:
+        if size % 2:
+            raise Fault(f"{path}: has no known header and {size} bytes, an odd number for uint16 tokens")
+        return numpy.memmap(path, dtype="<u2", mode="r")
+    version, dtype = FORMS[int(head[0])]
+    if head[1] != version:
+        raise Fault(f"{path}: version {head[1]} with magic {head[0]}, expected {version}")
+    if size <= HEADER_BYTES:
+        raise Fault(f"{path}: has {size} bytes, expected a header of {HEADER_BYTES} and tokens")
+    width = numpy.dtype(dtype).itemsize
+    count = (size - HEADER_BYTES) // width
+    if (size - HEADER_BYTES) % width or int(head[2]) & 0xFFFFFFFF != count & 0xFFFFFFFF:
+        raise Fault(f"{path}: header counts {head[2]} tokens, the file's {size} bytes hold {count}")
+    return numpy.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
+
+
+class Shards:
+    """Every window of T+1 tokens that the files of a glob hold, by number."""
+
+    def __init__(self, pattern, T, vocab):
+        self.T, self.vocab = T, vocab
+        self.paths = sorted(glob.glob(pattern), key=os.fsencode)
+        if not self.paths:
+            raise Fault(f"no file matches {pattern}")
+        self.shards = [open_shard(path) for path in self.paths]
+        self.windows = [(len(shard) - 1) // T for shard in self.shards]
+        self.slack = [(len(shard) - 1) % T for shard in self.shards]
+        self.total = sum(self.windows)
+        if not self.total:
+            raise Fault(f"{pattern}: no shard holds the {T + 1} tokens of one window")
+
+    def window(self, index, shifts):
+        """Window `index`, its shard's windows moved by shifts[shard] tokens."""
+        shard = 0
+        while index >= self.windows[shard]:
+            index -= self.windows[shard]
+            shard += 1
+        first = index * self.T + shifts[shard]
+        tokens = self.shards[shard][first:first + self.T + 1].astype(numpy.int64)
+        if tokens.max() >= self.vocab:
+            place = int((tokens >= self.vocab).argmax())
+            raise Fault(f"{self.paths[shard]}: token {tokens[place]} at position {first + place}, "
+                        f"expected below the vocabulary of {self.vocab}")
+        return tokens
+
+    def evaluation_windows(self, tokens):
+        """Numbers of the windows that an evaluation of about `tokens` tokens reads: spread evenly over the set."""
+        n = min(self.total, max(1, -(-tokens // self.T)))
+        return [i * self.total // n for i in range(n)]
+
+
+# --- the order of windows (data/loader.h) ----------------------------------------------------------------------------------
+
+MASK64 = (1 << 64) - 1
+
+
+def mix(x):
+    """splitmix64's output function: a bijection of 64-bit words (data/random.h)."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK64
+    return x ^ (x >> 31)
+
+
+def epoch_keys(seed, epoch):
+    return [mix((mix(seed & MASK64) + 4 * epoch + r) & MASK64) for r in range(4)]
+
+
+def order(seed, epoch, i, n):
+    """Window at place i of an epoch of n windows: four Feistel rounds, walked until the result is below n."""
+    half = 1
+    while 4 ** half < n:
+        half += 1
+    mask = (1 << half) - 1
+    keys = epoch_keys(seed, epoch)
+    while True:
+        left, right = i >> half, i & mask
+        for key in keys:
+            left, right = right, left ^ (mix((right + key) & MASK64) & mask)
+        i = left << half | right
+        if i < n:
+            return i
+
+
+def shard_shifts(seed, epoch, slack):
+    """By how many tokens an epoch moves each shard's windows: 0 in epoch 0."""
+    if epoch == 0:
+        return [0] * len(slack)
+    key = epoch_keys(seed, epoch)[0]
+    return [mix(key ^ (s + 1)) % (slack[s] + 1) for s in range(len(slack))]
+
+
+class Loader:
+    """Batches of B windows from position 0 on; an epoch visits each window once."""
+
+    def __init__(self, shards, B, seed):
+        self.shards, self.B, self.seed, self.position = shards, B, seed, 0
+
+    def next(self):
+        """Inputs (B, T) and targets (B, T), one token further on."""
+        rows = []
+        for _ in range(self.B):
+            epoch, place = divmod(self.position, self.shards.total)
+            index = order(self.seed, epoch, place, self.shards.total)
+            rows.append(self.shards.window(index, shard_shifts(self.seed, epoch, self.shards.slack)))
+            self.position += 1
+        return split(rows)
+
+
+def split(rows):
+    tokens = torch.from_numpy(numpy.stack(rows))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+# --- checkpoints in Hugging Face's layout (data/safetensors.h, data/checkpoint.h) -----------------------------------------
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def read_safetensors(path):
+    """Tensors of a .safetensors file by name."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as fault:
+        raise Fault(f"{path}: {fault.strerror}") from None
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > len(data) - 8:
+        raise Fault(f"{path}: header of {length} bytes in a file of {len(data)}")
+    try:
+        header = json.loads(data[8:8 + length])
+    except ValueError as fault:
+        raise Fault(f"{path}: header is not JSON: {fault}") from None
+    body = memoryview(bytearray(data))[8 + length:]
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise Fault(f"{path}: {name} is of type {entry['dtype']}, expected one of {', '.join(DTYPES)}")
+        want = math.prod(entry["shape"]) * torch.empty(0, dtype=dtype).element_size()
+        if not 0 <= begin <= end <= len(body) or end - begin != want:
+            raise Fault(f"{path}: {name} has bytes {begin} to {end} of {len(body)}, expected {want} bytes")
+        tensor = torch.frombuffer(body[begin:end], dtype=dtype) if want else torch.empty(0, dtype=dtype)
+        tensors[name] = tensor.reshape(entry["shape"]).clone()
+    return tensors
+
+
+def write_safetensors(path, tensors):
+    """Writes tensors by name, in the given order, as the `safetensors` package would."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header, offset, pieces = {"__metadata__": {"format": "pt"}}, 0, []
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+        pieces.append(flat.numpy().tobytes())
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [offset, offset + len(pieces[-1])]}
+        offset += len(pieces[-1])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8, as the format's own writer does
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(pieces)
+
+
+def is_conv1d(name):
+    """GPT-2's files hold the weights of its linear layers as (in, out); nn.Linear and this model hold (out, in)."""
+    return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+
+
+def load_parameters(model, path):
+    """Fills the model from a folder with model.safetensors or from such a file, names with or without "transformer."."""
+    if os.path.isdir(path):
+        path = os.path.join(path, "model.safetensors")
+    tensors = {}
+    for name, tensor in read_safetensors(path).items():
+        # Older files also hold the tied head and the causal mask.
+        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        tensors[name if name.startswith("transformer.") else "transformer." + name] = tensor
+    parameters = dict(model.named_parameters())
+    for name in sorted(set(parameters) ^ set(tensors)):
+        raise Fault(f"{path}: {name} is " + ("missing" if name in parameters else "not part of this model"))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            tensor = tensors[name].t() if is_conv1d(name) else tensors[name]
+            if tensor.shape != parameter.shape:
+                raise Fault(f"{path}: {name} is {tuple(tensors[name].shape)}, expected "
+                            f"{tuple(parameter.t().shape if is_conv1d(name) else parameter.shape)}")
+            parameter.copy_(tensor)
+
+
+def save_checkpoint(model, options, step):
+    """Writes OUT/step_NNNNNNNN with config.json and model.safetensors; returns its path."""
+    path = os.path.join(options.out, f"step_{step:08d}")
+    os.makedirs(path, exist_ok=True)
+    write_safetensors(os.path.join(path, "model.safetensors"), {
+        name: parameter.detach().float().t() if is_conv1d(name) else parameter.detach().float()
+        for name, parameter in model.named_parameters()})
+    end = {257: 256, 50257: 50256}.get(options.vocab)  # end of text in the bytes and in GPT-2's tokenizer
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
+              "n_layer": options.layers, "n_head": options.heads, "n_embd": options.dim, "n_positions": options.context,
+              "n_ctx": options.context, "vocab_size": options.vocab, "n_inner": None, "layer_norm_epsilon": 1e-5,
+              "initializer_range": 0.02, "tie_word_embeddings": True, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+              "resid_pdrop": 0.0, "bos_token_id": end, "eos_token_id": end, "torch_dtype": "float32"}
+    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2)
+        file.write("\n")
+    return path
+
+
+# --- the model: GPT-2 as published, modules named as in Hugging Face's files -----------------------------------------------
+
+class Attention(torch.nn.Module):
+    def __init__(self, dim, heads, sdpa):
+        super().__init__()
+        self.heads, self.sdpa = heads, sdpa
+        self.c_attn = torch.nn.Linear(dim, 3 * dim)
+        self.c_proj = torch.nn.Linear(dim, dim)
+
+    def forward(self, x):  # (B, T, C)
+        B, T, C = x.shape
+        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2)  # (B, NH, T, HS)
+                   for part in self.c_attn(x).split(C, dim=2))
+        if self.sdpa:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            s = q @ k.transpose(2, 3) / math.sqrt(C // self.heads)  # (B, NH, T, T)
+            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            o = s.masked_fill(future, -math.inf).softmax(dim=3) @ v
+        return self.c_proj(o.transpose(1, 2).reshape(B, T, C))
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.c_fc = torch.nn.Linear(dim, 4 * dim)
+        self.c_proj = torch.nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(torch.nn.Module):
+    def __init__(self, dim, heads, sdpa):
+        super().__init__()
+        self.ln_1 = torch.nn.LayerNorm(dim, eps=1e-5)
+        self.attn = Attention(dim, heads, sdpa)
+        self.ln_2 = torch.nn.LayerNorm(dim, eps=1e-5)
+        self.mlp = Mlp(dim)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Gpt(torch.nn.Module):
+    def __init__(self, layers, heads, dim, context, vocab, sdpa=False):
+        super().__init__()
+        self.transformer = torch.nn.ModuleDict({
+            "wte": torch.nn.Embedding(vocab, dim),
+            "wpe": torch.nn.Embedding(context, dim),
+            "h": torch.nn.ModuleList(Block(dim, heads, sdpa) for _ in range(layers)),
+            "ln_f": torch.nn.LayerNorm(dim, eps=1e-5)})
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_residual = name.endswith("c_proj.weight")
+                torch.nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
+            elif name.endswith("bias"):
+                torch.nn.init.zeros_(parameter)
+
+    def forward(self, tokens):
+        """Logits (B, T, V) of tokens (B, T); the head is the token embedding."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        for block in self.transformer.h:
+            x = block(x)
+        return F.linear(self.transformer.ln_f(x), self.transformer.wte.weight)
+
+
+def token_losses(logits, targets):
+    """Cross entropy (B, T) in fp32 or better, 0 where the target is -1: one that does not count."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(targets.shape)
+
+
+# --- optimizer ---------------------------------------------------------------------------------------------------------------
+
+def make_optimizer(model, options):
+    """AdamW; matrices decay, vectors do not."""
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if p.dim() == 2], "weight_decay": options.weight_decay},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    can_fuse = parameters[0].is_cuda and "fused" in inspect.signature(torch.optim.AdamW).parameters
+    fused = {"fused": True} if can_fuse else {}
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, **fused)
+
+
+def learning_rate(options, step):
+    """Of update `step`, counted from 1, rounded to fp32 as the trainer holds it."""
+    lr, final = options.lr, options.lr_final
+    if step <= options.warmup:
+        rate = lr * step / options.warmup
+    else:
+        p = (step - options.warmup) / (options.steps - options.warmup)
+        stable = 0.8 * options.steps  # wsd: where the decay begins
+        if options.schedule == "cosine":
+            rate = final + 0.5 * (1 + math.cos(math.pi * p)) * (lr - final)
+        elif options.schedule == "linear":
+            rate = lr + (final - lr) * p
+        elif options.schedule == "wsd" and step > stable:
+            rate = lr + (final - lr) * (step - stable) / (options.steps - stable)
+        else:
+            rate = lr
+    return float(numpy.float32(rate))
+
+
+def clip_gradients(parameters, limit):
+    """Scales the gradients to a global norm of at most `limit` (0: no limit); returns the norm before that."""
+    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters]
+    norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+    if limit and norm > limit:
+        for p in parameters:
+            p.grad.mul_(limit / norm)
+    return norm
+
+
+# --- the run -----------------------------------------------------------------------------------------------------------------
+
+class Run:
+    """One training run: its data, model, optimizer and log."""
+
+    def __init__(self, options):
+        self.options = options
+        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto"
+                                   else options.device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
+        torch.manual_seed(options.seed)
+        self.model = Gpt(options.layers, options.heads, options.dim, options.context, options.vocab,
+                         sdpa=options.attention == "sdpa")
+        if options.init != "random":
+            load_parameters(self.model, options.init)
+        self.model.to(self.device)
+        self.forward = torch.compile(self.model) if options.compile else self.model
+        self.train = Shards(options.train, options.seq, options.vocab)
+        self.val = Shards(options.val, options.seq, options.vocab) if options.val and options.eval_every else None
+        self.loader = Loader(self.train, options.batch, options.seed)
+        self.optimizer = make_optimizer(self.model, options)
+        self.seconds = 0.0
+
+    def losses(self, inputs, targets):
+        """Loss of every token (B, T), on the device."""
+        inputs, targets = inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.options.dtype == "bf16"):
+            logits = self.forward(inputs)
+        return token_losses(logits, targets)
+
+    def evaluate(self):
+        """Mean loss over the same windows of the validation set every time."""
+        windows, shifts = self.val.evaluation_windows(self.options.eval_tokens), [0] * len(self.val.shards)
+        total = 0.0
+        with torch.no_grad():
+            for first in range(0, len(windows), self.options.batch):
+                rows = [self.val.window(i, shifts) for i in windows[first:first + self.options.batch]]
+                total += float(self.losses(*split(rows)).sum(dtype=torch.float64))
+        return total / (len(windows) * self.options.seq)
+
+    def update(self, step):
+        """One update over batch_tokens tokens; returns its log record."""
+        options, start = self.options, time.perf_counter()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(options.batch_tokens // (options.batch * options.seq)):
+            losses = self.losses(*self.loader.next())
+            (losses.sum() / options.batch_tokens).backward()
+            total += losses.detach().sum(dtype=torch.float64)
+        rate = learning_rate(options, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = clip_gradients(list(self.model.parameters()), options.clip)
+        loss = float(total) / options.batch_tokens
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise Fault(f"step {step}: loss {loss}, gradient norm {norm}: the run has diverged")
+        self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        return {"step": step, "loss": loss, "lr": rate, "grad_norm": norm, "ms": 1000 * seconds,
+                "tokens_per_second": options.batch_tokens / seconds, "mfu": None}
+
+
+def open_out(options):
+    """Creates the run's folder, writes config.json, opens log.jsonl; refuses one that holds a run."""
+    path = os.path.join(options.out, "log.jsonl")
+    if os.path.exists(path):
+        raise Fault(f"--out {options.out} already holds a run ({path}); choose another folder")
+    try:
+        os.makedirs(options.out, exist_ok=True)
+        log = open(path, "w", encoding="utf-8", buffering=1)
+        with open(os.path.join(options.out, "config.json"), "w", encoding="utf-8") as file:
+            json.dump({name: value for name, value in sorted(vars(options).items()) if value is not None}, file, indent=2)
+            file.write("\n")
+    except OSError as fault:
+        raise Fault(f"--out {options.out}: {fault.strerror}") from None
+    return log
+
+
+def write_record(log, record):
+    log.write(json.dumps(record) + "\n")
+
+
+def evaluate_and_log(run, log, step):
+    loss = run.evaluate()
+    write_record(log, {"step": step, "val_loss": loss})
+    print(f"step {step:5d}/{run.options.steps}  val_loss {loss:.6f}", flush=True)
+
+
+def train(options):
+    run = Run(options)
+    log = open_out(options)
+    count = sum(p.numel() for p in run.model.parameters())
+    print(f"PyTorch {torch.__version__} on {run.device}, {options.dtype}, attention {options.attention}; "
+          f"{count} parameters, {run.train.total} windows of {options.seq} tokens", flush=True)
+    if options.steps == 0 or (options.save and options.init == "random"):
+        print("wrote " + save_checkpoint(run.model, options, 0))
+    if run.val and options.steps:
+        evaluate_and_log(run, log, 0)
+    for step in range(1, options.steps + 1):
+        record = run.update(step)
+        write_record(log, record)
+        print("step {step:5d}/{steps}  loss {loss:.6f}  norm {grad_norm:.4f}  lr {lr:.3e}  {ms:.1f} ms  "
+              "{tokens_per_second:.0f} tok/s".format(steps=options.steps, **record), flush=True)
+        if run.val and (step % options.eval_every == 0 or step == options.steps):
+            evaluate_and_log(run, log, step)
+    if options.save and options.steps:
+        print("wrote " + save_checkpoint(run.model, options, options.steps))
+    log.close()
+
+
+def main(arguments):
+    try:
+        options = parse_options(arguments)
+        resolve_data(options)
+        resolve_model(options)
+        train(options)
+    except Fault as fault:
+        print(f"reference.py: {fault}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
