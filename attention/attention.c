@@ -1,0 +1,202 @@
+/* attention.c - the table of attention versions, the views, and the choice of one by name, path or "auto".
+ *
+ * A version takes part by one line in `kernels` below; nothing else in the tree names it. Versions from outside come in as
+ * shared objects that export `attention_kernel`. Such an object was compiled elsewhere and perhaps long ago, so everything
+ * that can be checked without calling it is checked first: that it opens, has the symbol, was built against this ABI
+ * number, runs on this device, and has every field filled in.
+ */
+#include "attention/attention.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+extern const AttentionKernel attention_tiled, attention_reference;
+
+static const AttentionKernel *const kernels[] = {
+    &attention_tiled,
+    &attention_reference,
+};
+
+static const size_t kernel_count = sizeof kernels / sizeof kernels[0];
+
+const AttentionKernel *const *attention_table(size_t *count)
+{
+    *count = kernel_count;
+    return kernels;
+}
+
+/* --- views -------------------------------------------------------------------------------------------------------- */
+
+float attention_scale(int64_t HS)
+{
+    return (float)(1.0 / sqrt((double)HS));
+}
+
+static AttentionInput input_of(AttentionOutput view)
+{
+    return (AttentionInput){view.data, view.batch_stride, view.row_stride, view.head_stride};
+}
+
+AttentionOutput attention_packed_output(void *qkv, int part, const AttentionShape *shape, size_t element)
+{
+    int64_t C = shape->NH * shape->HS;
+    return (AttentionOutput){(char *)qkv + (size_t)(part * C) * element, shape->T * 3 * C, 3 * C, shape->HS};
+}
+
+AttentionOutput attention_rows_output(void *o, const AttentionShape *shape)
+{
+    int64_t C = shape->NH * shape->HS;
+    return (AttentionOutput){o, shape->T * C, C, shape->HS};
+}
+
+AttentionOutput attention_heads_output(void *o, const AttentionShape *shape)
+{
+    int64_t head = shape->T * shape->HS;
+    return (AttentionOutput){o, shape->NH * head, shape->HS, head};
+}
+
+/* The input forms only read what they point at: the const that is cast away here comes back in input_of. */
+AttentionInput attention_packed_input(const void *qkv, int part, const AttentionShape *shape, size_t element)
+{
+    return input_of(attention_packed_output((void *)qkv, part, shape, element));
+}
+
+AttentionInput attention_rows_input(const void *o, const AttentionShape *shape)
+{
+    return input_of(attention_rows_output((void *)o, shape));
+}
+
+AttentionInput attention_heads_input(const void *o, const AttentionShape *shape)
+{
+    return input_of(attention_heads_output((void *)o, shape));
+}
+
+/* --- choice ------------------------------------------------------------------------------------------------------- */
+
+static const char *device_name(AttentionDevice device)
+{
+    return device == ATTENTION_CPU ? "cpu" : "cuda";
+}
+
+/* Writes "a, b, c": the names for `device`, or "none". */
+static void join_names(char *text, size_t size, AttentionDevice device)
+{
+    size_t used = 0;
+    snprintf(text, size, "none");
+    for (size_t k = 0; k < kernel_count; k++) {
+        if (kernels[k]->device != device || used >= size) continue;
+        used += (size_t)snprintf(text + used, size - used, "%s%s", used ? ", " : "", kernels[k]->name);
+    }
+}
+
+/* The first field of `kernel` that is missing, or NULL where all are there. */
+static const char *missing_field(const AttentionKernel *kernel)
+{
+    if (!kernel->name || !kernel->name[0]) return "name";
+    if (!kernel->summary) return "summary";
+    if (!kernel->refuse) return "refuse";
+    if (!kernel->saved_bytes) return "saved_bytes";
+    if (!kernel->scratch_bytes) return "scratch_bytes";
+    if (!kernel->forward) return "forward";
+    if (!kernel->backward) return "backward";
+    return NULL;
+}
+
+/* Opens the shared object at `path` and checks what it exports, save for the shape. */
+static const AttentionKernel *load_kernel(const char *path, AttentionDevice device, char *error, size_t error_size)
+{
+    char place[4096];
+    /* The loader looks for a bare name in the system's library folders, not here. */
+    int length = snprintf(place, sizeof place, "%s%s", strchr(path, '/') ? "" : "./", path);
+    if (length >= (int)sizeof place) {
+        snprintf(error, error_size, "attention kernel path of %d bytes is too long, at most %zu", length, sizeof place - 1);
+        return NULL;
+    }
+    if (access(place, R_OK) != 0) {
+        snprintf(error, error_size, "cannot read attention kernel %s: %s", path, strerror(errno));
+        return NULL;
+    }
+    void *object = dlopen(place, RTLD_NOW | RTLD_LOCAL);
+    if (!object) {
+        snprintf(error, error_size, "cannot load attention kernel %s: %s", path, dlerror());
+        return NULL;
+    }
+    const AttentionKernel *kernel = dlsym(object, "attention_kernel");
+    const char *missing = NULL;
+    if (!kernel)
+        snprintf(error, error_size, "%s exports no symbol 'attention_kernel'", path);
+    else if (kernel->abi != ATTENTION_ABI)
+        snprintf(error, error_size, "%s was built for attention ABI %d, this program has ABI %d: build it again", path,
+                 kernel->abi, ATTENTION_ABI);
+    else if ((missing = missing_field(kernel)) != NULL)
+        snprintf(error, error_size, "%s exports an incomplete attention_kernel: its field '%s' is empty", path, missing);
+    else if (kernel->device != device)
+        snprintf(error, error_size, "attention kernel '%s' of %s runs on %s, this run is on %s", kernel->name, path,
+                 device_name(kernel->device), device_name(device));
+    else
+        return kernel;
+    dlclose(object);
+    return NULL;
+}
+
+/* The first of the table for `device` that takes the shape. */
+static const AttentionKernel *choose_best(AttentionDevice device, const AttentionShape *shape, int sm, char *error,
+                                          size_t error_size)
+{
+    size_t used = (size_t)snprintf(error, error_size, "no attention kernel on %s takes this shape", device_name(device));
+    const char *separator = ": ";
+    for (size_t k = 0; k < kernel_count; k++) {
+        if (kernels[k]->device != device) continue;
+        const char *reason = kernels[k]->refuse(shape, sm);
+        if (!reason) return kernels[k];
+        if (used < error_size)
+            used += (size_t)snprintf(error + used, error_size - used, "%s%s %s", separator, kernels[k]->name, reason);
+        separator = "; ";
+    }
+    return NULL;
+}
+
+static const AttentionKernel *find_kernel(const char *name, AttentionDevice device, char *error, size_t error_size)
+{
+    char names[1024];
+    join_names(names, sizeof names, device);
+    for (size_t k = 0; k < kernel_count; k++) {
+        if (strcmp(kernels[k]->name, name) != 0) continue;
+        if (kernels[k]->device == device) return kernels[k];
+        snprintf(error, error_size, "attention kernel '%s' runs on %s, this run is on %s; kernels for %s: %s", name,
+                 device_name(kernels[k]->device), device_name(device), device_name(device), names);
+        return NULL;
+    }
+    snprintf(error, error_size, "unknown attention kernel '%s'; kernels for %s: auto, %s, or the path of a .so", name,
+             device_name(device), names);
+    return NULL;
+}
+
+const AttentionKernel *attention_choose(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm,
+                                        char *error, size_t error_size)
+{
+    if (strcmp(choice, "auto") == 0) return choose_best(device, shape, sm, error, error_size);
+    size_t length = strlen(choice);
+    int is_path = strchr(choice, '/') || (length > 3 && strcmp(choice + length - 3, ".so") == 0);
+    const AttentionKernel *kernel = is_path ? load_kernel(choice, device, error, error_size)
+                                            : find_kernel(choice, device, error, error_size);
+    if (!kernel) return NULL;
+    const char *reason = kernel->refuse(shape, sm);
+    if (!reason) return kernel;
+    snprintf(error, error_size, "attention kernel '%s' cannot run here: %s", kernel->name, reason);
+    return NULL;
+}
+
+void attention_list(AttentionDevice device, const AttentionShape *shape, int sm)
+{
+    for (size_t k = 0; k < kernel_count; k++) {
+        const AttentionKernel *kernel = kernels[k];
+        const char *reason = kernel->device == device ? kernel->refuse(shape, sm) : "for another device than this run's";
+        printf("%-12s %-5s %-3s %s%s%s%s\n", kernel->name, device_name(kernel->device), reason ? "no" : "ok",
+               kernel->summary, reason ? " (" : "", reason ? reason : "", reason ? ")" : "");
+    }
+}
