@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """The PyTorch twin of train_gpt: the same run, computed by other code.
 
-It takes the trainer's options, reads the same shards in the same order, starts from the same checkpoint, steps with
-torch.optim.AdamW, and writes the same log.jsonl, so that dev/compare.py can lay one curve over the other:
+It takes the trainer's options, reads the same shards in the same order, starts from the same checkpoint or the same seed,
+steps with torch.optim.AdamW, and writes the same log.jsonl, so that dev/compare.py can lay one curve over the other:
 
-    ./train_gpt --data data/text --model d4 --steps 0 --out runs/start            # the common start
-    ./train_gpt --data data/text --init runs/start/step_00000000 --out runs/c
-    python3 dev/reference.py --config runs/c/config.json --out runs/torch          # the same options, by PyTorch
+    ./train_gpt --data data/text --model d4 --seq 64 --out runs/c
+    python3 dev/reference.py --config runs/c/config.json --out runs/torch    # the same options, and the same start
     python3 dev/compare.py runs/c runs/torch --png difference.png
 
 One file, top to bottom: options, shards, order of windows, checkpoints, the model, the optimizer, the run. It needs PyTorch
@@ -280,6 +279,14 @@ def mix(x):
     return x ^ (x >> 31)
 
 
+def mix_array(x):
+    """mix() of an array of uint64, whose products and sums wrap by themselves."""
+    x = x + numpy.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return x ^ (x >> numpy.uint64(31))
+
+
 def epoch_keys(seed, epoch):
     return [mix((mix(seed & MASK64) + 4 * epoch + r) & MASK64) for r in range(4)]
 
@@ -484,12 +491,6 @@ class Gpt(torch.nn.Module):
             "wpe": torch.nn.Embedding(context, dim),
             "h": torch.nn.ModuleList(Block(dim, heads, sdpa) for _ in range(layers)),
             "ln_f": torch.nn.LayerNorm(dim, eps=1e-5)})
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                into_residual = name.endswith("c_proj.weight")
-                torch.nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
-            elif name.endswith("bias"):
-                torch.nn.init.zeros_(parameter)
 
     def forward(self, tokens):
         """Logits (B, T, V) of tokens (B, T); the head is the token embedding."""
@@ -504,6 +505,37 @@ def token_losses(logits, targets):
     """Cross entropy (B, T) in fp32 or better, 0 where the target is -1: one that does not count."""
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(targets.shape)
+
+
+def parameters_by_kind(model):
+    """Names in the trainer's order (layers/gpt.h): kind by kind, matrices before vectors, and layer by layer in a kind."""
+    block = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    kinds = ["wte.weight", "wpe.weight"] + [f"h.{{}}.{part}.weight" for part in block]
+    kinds += ["h.{}.ln_1.weight", "h.{}.ln_1.bias", "h.{}.attn.c_attn.bias", "h.{}.attn.c_proj.bias", "h.{}.ln_2.weight",
+              "h.{}.ln_2.bias", "h.{}.mlp.c_fc.bias", "h.{}.mlp.c_proj.bias", "ln_f.weight", "ln_f.bias"]
+    layers = range(len(model.transformer.h))
+    return ["transformer." + kind.format(layer) for kind in kinds for layer in (layers if "{}" in kind else (0,))]
+
+
+def init_random(model, seed):
+    """GPT-2's initialisation, normal(0, 0.02) and 0.02/sqrt(2 L) for the projections into the residual stream, from the
+    trainer's own random numbers: a seed means the same start in both. A row of a matrix has a generator of its own, seeded
+    from seed, tensor and row; pairs of its numbers become pairs of normal ones (Box and Muller 1958)."""
+    parameters = dict(model.named_parameters())
+    for i, name in enumerate(parameters_by_kind(model)):
+        parameter = parameters[name]
+        if parameter.dim() < 2:
+            parameter.data.fill_(1.0 if "ln_" in name and name.endswith("weight") else 0.0)
+            continue
+        rows, columns = parameter.shape
+        deviation = 0.02 / math.sqrt(2 * len(model.transformer.h)) if name.endswith("c_proj.weight") else 0.02
+        tensor_seed, draws = mix(mix(seed & MASK64) + i & MASK64), columns + columns % 2
+        steps = numpy.arange(draws, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+        for row in range(rows):
+            uniform = (mix_array(steps + numpy.uint64(mix(tensor_seed + row & MASK64))) >> numpy.uint64(11)) * 2.0 ** -53
+            radius, angle = deviation * numpy.sqrt(-2 * numpy.log(1 - uniform[::2])), 2 * math.pi * uniform[1::2]
+            normal = numpy.stack((radius * numpy.cos(angle), radius * numpy.sin(angle)), axis=1).reshape(-1)[:columns]
+            parameter.data[row] = torch.from_numpy(normal.astype(numpy.float32))
 
 
 # --- optimizer ---------------------------------------------------------------------------------------------------------------
@@ -557,10 +589,11 @@ class Run:
         self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto"
                                    else options.device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
-        torch.manual_seed(options.seed)
         self.model = Gpt(options.layers, options.heads, options.dim, options.context, options.vocab,
                          sdpa=options.attention == "sdpa")
-        if options.init != "random":
+        if options.init == "random":
+            init_random(self.model, options.seed)
+        else:
             load_parameters(self.model, options.init)
         self.model.to(self.device)
         self.forward = torch.compile(self.model) if options.compile else self.model
