@@ -39,6 +39,8 @@ const SafetensorsTensor *safetensors_find(const Safetensors *file, const char *n
 const char *safetensors_metadata(const Safetensors *file, const char *key);          /* NULL: not there */
 /* Elements [first, first+n) of an F32, F16 or BF16 tensor as fp32, exactly. Returns 0, or -1 for another dtype. */
 int safetensors_to_fp32(float *out, const SafetensorsTensor *tensor, int64_t first, int64_t n, Error *error);
+/* Drops the tensor's pages from the process's resident memory; they are read again where they are touched again. */
+void safetensors_release(const SafetensorsTensor *tensor);
 
 typedef struct SafetensorsWriter SafetensorsWriter;
 
