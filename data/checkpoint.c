@@ -162,7 +162,8 @@ static int names_list(Names *list, const char *dir, int temporaries, Error *erro
 /* ----------------------------------------------------------------------------------------------------- JSON of the files */
 
 /* An integer member of at least `least`. */
-static int read_integer(const JsonValue *object, const char *key, const char *path, int64_t least, int64_t *out, Error *error)
+static int read_integer(const JsonValue *object, const char *key, const char *path, int64_t least, int64_t *out,
+                        Error *error)
 {
     const JsonValue *value = json_member(object, key);
     if (!value) return error_set(error, "%s: \"%s\" is missing", path, key);
@@ -234,8 +235,8 @@ static int check_architecture(const JsonValue *root, const char *path, const Gpt
                          type && type->kind == JSON_STRING ? type->text : "(no string)");
     if (activation && (activation->kind != JSON_STRING ||
                        (strcmp(activation->text, "gelu_new") && strcmp(activation->text, "gelu_pytorch_tanh"))))
-        return error_set(error, "%s: \"activation_function\" is \"%.40s\", \"gelu_new\" or \"gelu_pytorch_tanh\" is expected",
-                         path, activation->kind == JSON_STRING ? activation->text : "(no string)");
+        return error_set(error, "%s: \"activation_function\" is \"%.40s\", \"gelu_new\" or \"gelu_pytorch_tanh\" is "
+                         "expected", path, activation->kind == JSON_STRING ? activation->text : "(no string)");
     if (epsilon && (epsilon->kind != JSON_NUMBER || fabs(epsilon->number - 1e-5) > 1e-12))
         return error_set(error, "%s: \"layer_norm_epsilon\" is %.40s, 1e-05 is expected", path,
                          epsilon->kind == JSON_NUMBER ? epsilon->text : "no number");
@@ -398,7 +399,8 @@ static const SafetensorsTensor *match_tensor(const Source *source, const GptTens
         return NULL;
     }
     if (strcmp(found->dtype, "F32") && strcmp(found->dtype, "F16") && strcmp(found->dtype, "BF16")) {
-        error_set(error, "%s: the tensor \"%s\" has dtype %s; F32, F16 or BF16 is expected", source->path, name, found->dtype);
+        error_set(error, "%s: the tensor \"%s\" has dtype %s; F32, F16 or BF16 is expected", source->path, name,
+                  found->dtype);
         return NULL;
     }
     if (found->rank != expected.rank || memcmp(found->shape, expected.shape, (size_t)found->rank * sizeof found->shape[0])) {
@@ -554,7 +556,8 @@ static int check_complete(const char *path, int64_t step, Error *error)
     int64_t parameters_count, moments_count;
     if (checkpoint_config(path, &config, error) || read_state(path, &state, error)) return -1;
     if (state.step != step)
-        return error_set(error, "%s: its state.json is of step %" PRId64 ", step %" PRId64 " is expected", path, state.step, step);
+        return error_set(error, "%s: its state.json is of step %" PRId64 ", step %" PRId64 " is expected", path, state.step,
+                         step);
     parameters_count = count_tensors(path, "model.safetensors", error);
     if (parameters_count < 0) return -1;
     moments_count = count_tensors(path, "optimizer.safetensors", error);
@@ -750,7 +753,8 @@ int checkpoint_save(const char *dir, const Gpt *gpt, const CheckpointState *stat
     char final[PATH_BYTES], temporary[PATH_BYTES], name[STEP_BYTES], hidden[2 * STEP_BYTES];
     struct stat status;
     int damaged;
-    if (state->step < 0) return error_set(error, "a checkpoint of step %" PRId64 " was asked for, none is below 0", state->step);
+    if (state->step < 0)
+        return error_set(error, "a checkpoint of step %" PRId64 " was asked for, none is below 0", state->step);
     step_name(name, state->step);
     snprintf(hidden, sizeof hidden, ".tmp.%s.%ld", name, (long)getpid());
     if (join_path(final, dir, name, error) || join_path(temporary, dir, hidden, error)) return -1;
@@ -794,7 +798,8 @@ int checkpoint_newest(const char *dir, char *path, size_t path_size, Error *erro
     else if (result == 1 && newest.text[0])
         error_set(error, "passed over the damaged %s/%s: %s", dir, list.names[0], newest.text);
     else if (result == 0 && list.count)
-        result = error_set(error, "%s: none of its %zu checkpoints is complete; the newest: %s", dir, list.count, newest.text);
+        result = error_set(error, "%s: none of its %zu checkpoints is complete; the newest: %s", dir, list.count,
+                           newest.text);
     names_free(&list);
     return result;
 }

@@ -188,7 +188,7 @@ static int parse_escape(Parser *p, char *out, size_t *n)
     return 0;
 }
 
-/* A string; p->at stands on its opening quote. Escapes never take fewer bytes in the text than their value takes in UTF-8. */
+/* A string; p->at stands on its opening quote. No escape is shorter than the UTF-8 of its value. */
 static int parse_string(Parser *p, const char **text, size_t *length)
 {
     size_t start = ++p->at, end = start, n = 0;
@@ -350,7 +350,8 @@ static int parse_key(Parser *p, const char **key)
     if (p->at >= p->length || p->text[p->at] != '"') return fail_expected(p, "a key in quotes");
     if (parse_string(p, key, &length)) return -1;
     if (strlen(*key) != length)
-        return error_set(p->error, "%s: offset %zu: a key contains \\u0000, which this reader does not take", p->name, start);
+        return error_set(p->error, "%s: offset %zu: a key contains \\u0000, which this reader does not take", p->name,
+                         start);
     skip_space(p);
     if (p->at >= p->length || p->text[p->at] != ':') return fail_expected(p, "':' after a key");
     p->at++;

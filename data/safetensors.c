@@ -76,7 +76,8 @@ static const char *tensor_bytes(const SafetensorsTensor *tensor, uint64_t *bytes
         if (tensor->shape[i] == 0) empty = 1;
     }
     for (int i = 0; i < tensor->rank && !empty; i++)
-        if (__builtin_mul_overflow(bits, (uint64_t)tensor->shape[i], &bits)) return "has more elements than 64 bits can count";
+        if (__builtin_mul_overflow(bits, (uint64_t)tensor->shape[i], &bits))
+            return "has more elements than 64 bits can count";
     if (empty) bits = 0;
     if (bits % 8) return "does not fill whole bytes";
     *bytes = bits / 8;
@@ -109,10 +110,11 @@ static int read_entry(SafetensorsTensor *tensor, const JsonValue *entry, const c
     uint64_t bytes = 0;
     if (!dtype || dtype->kind != JSON_STRING || !shape || shape->kind != JSON_ARRAY || !offsets ||
         offsets->kind != JSON_ARRAY || offsets->length != 2)
-        return error_set(error, "%s: header: tensor \"%.200s\" needs a dtype, a shape and two data_offsets", path, entry->key);
+        return error_set(error, "%s: header: tensor \"%.200s\" needs a dtype, a shape and two data_offsets", path,
+                         entry->key);
     if (shape->length > SAFETENSORS_RANK)
-        return error_set(error, "%s: header: tensor \"%.200s\" has %zu dimensions, at most %d are expected", path, entry->key,
-                         shape->length, SAFETENSORS_RANK);
+        return error_set(error, "%s: header: tensor \"%.200s\" has %zu dimensions, at most %d are expected", path,
+                         entry->key, shape->length, SAFETENSORS_RANK);
     tensor->name = entry->key;
     tensor->dtype = dtype->text;
     side = shape->child;
@@ -174,8 +176,8 @@ static int read_header(Safetensors *file, Error *error)
     const JsonValue *root;
     memcpy(&bytes, file->map, 8);
     if (bytes > HEADER_BYTES_MOST || bytes > file->map_bytes - 8)
-        return error_set(error, "%s: its first 8 bytes announce a header of %llu bytes, the file has %zu after them and %d is "
-                         "the most a header may have", file->path, (unsigned long long)bytes, file->map_bytes - 8,
+        return error_set(error, "%s: its first 8 bytes announce a header of %llu bytes, the file has %zu after them and "
+                         "%d is the most a header may have", file->path, (unsigned long long)bytes, file->map_bytes - 8,
                          HEADER_BYTES_MOST);
     if (bytes == 0 || file->map[8] != '{')
         return error_set(error, "%s: offset 8: no header: expected '{'", file->path);
@@ -379,8 +381,8 @@ static int check_declared(const char *path, const SafetensorsTensor *tensors, si
             result = error_set(error, "%s: tensor \"%.200s\" of dtype \"%.20s\" %s", path, tensors[i].name, tensors[i].dtype,
                                fault);
         else if (bytes != tensors[i].bytes)
-            result = error_set(error, "%s: tensor \"%.200s\" is declared with %zu bytes, its dtype and shape need %llu", path,
-                               tensors[i].name, tensors[i].bytes, (unsigned long long)bytes);
+            result = error_set(error, "%s: tensor \"%.200s\" is declared with %zu bytes, its dtype and shape need %llu",
+                               path, tensors[i].name, tensors[i].bytes, (unsigned long long)bytes);
         else if (!strcmp(tensors[i].name, "__metadata__"))
             result = error_set(error, "%s: \"__metadata__\" is no name for a tensor", path);
     }
