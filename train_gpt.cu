@@ -1,0 +1,581 @@
+/* train_gpt.cu - the trainer: from options to a trained model. Plain C that nvcc and `cc -x c` both compile; no kernel in it.
+ *
+ *     main        options -> setup -> train -> report
+ *     setup       what was asked for and what is there become a model, a loader and a run directory; all faults of the user
+ *                 surface here, before anything long is begun and before anything is written
+ *     train       update after update: micro-steps, norm, AdamW; evaluation, sample, checkpoint when they are due
+ */
+#include <errno.h>
+#include <glob.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "data/checkpoint.h"
+#include "data/json.h"
+#include "data/loader.h"
+#include "data/random.h"
+#include "data/tokenizer.h"
+#include "layers/gpt.h"
+#include "trainer/display.h"
+#include "trainer/options.h"
+#include "trainer/run.h"
+#include "trainer/sample.h"
+
+enum { EXIT_MACHINE = 1, EXIT_OPTION = 2, EXIT_STOPPED = 130, PATH_BYTES = 4200 };
+
+/* All that a run holds. */
+typedef struct Trainer {
+    Options options;
+    OptionsGiven given;
+    Error error;
+
+    const Backend *backend;
+    Stream *stream;
+    const AttentionKernel *attention;
+    GptConfig config;
+    GptOptions gpt_options;
+    Gpt *gpt;
+
+    ShardSet train_shards, val_shards;
+    Loader *loader;
+    Tokenizer *tokenizer;               /* NULL where the data has none */
+    char tokenizer_path[PATH_BYTES];
+    int64_t eval_windows, eval_total;   /* windows of an evaluation; windows there are */
+    double entropy_rate;                /* of the corpus, nats a token; NaN where it is not known */
+
+    Run run;
+    char start_path[PATH_BYTES];        /* checkpoint that the run starts from; "" for random weights */
+    char saved_path[PATH_BYTES];        /* newest complete checkpoint of this run; "" where there is none */
+    CheckpointState state;
+    int64_t last;                       /* update after which this process stops */
+    Curve train_curve, val_curve;
+} Trainer;
+
+/* The signal that asks the run to end; 0 until then. The one thing that a handler may touch. */
+static volatile sig_atomic_t stop_signal;
+
+static void stop_handler(int number) { stop_signal = number; }
+
+/* The first Ctrl-C ends the run in good order, a second one at once. */
+static void stop_on_signals(void)
+{
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = stop_handler;
+    action.sa_flags = (int)(SA_RESETHAND | SA_RESTART);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+}
+
+/* --- setup ------------------------------------------------------------------------------------------------------------------ */
+
+/* Where the run starts: --resume's newest checkpoint with that run's options, or --init's. Returns 0 or an exit status. */
+static int setup_start(Trainer *t)
+{
+    Options *o = &t->options;
+    char path[PATH_BYTES];
+    if (o->resume) {
+        if (options_given(&t->given, "init")) {
+            error_set(&t->error, "--resume and --init exclude each other: a resumed run starts from its own checkpoint");
+            return EXIT_OPTION;
+        }
+        if (run_open(&t->run, o->out, 1, &t->error)) return EXIT_OPTION;
+        if (run_path(&t->run, "config.json", path, sizeof path, &t->error)) return EXIT_OPTION;
+        if (!access(path, F_OK) && options_from_config(o, &t->given, path, &t->error)) return EXIT_OPTION;
+        int found = checkpoint_newest(o->out, t->start_path, sizeof t->start_path, &t->error);
+        if (found < 0) return EXIT_MACHINE;
+        if (!found) {
+            *t->start_path = 0;
+            printf("resume   %s holds no complete checkpoint: starting at step 0\n", o->out);
+        }
+        snprintf(t->saved_path, sizeof t->saved_path, "%s", t->start_path);
+    } else if (strcmp(o->init, "random")) {
+        snprintf(t->start_path, sizeof t->start_path, "%s", o->init);
+    }
+    return 0;
+}
+
+static int setup_model(Trainer *t)
+{
+    Options *o = &t->options;
+    GptConfig shape;
+    if (*o->data) {
+        snprintf(t->tokenizer_path, sizeof t->tokenizer_path, "%s/tokenizer.bin", o->data);
+        if (access(t->tokenizer_path, F_OK)) *t->tokenizer_path = 0;
+        else if (!(t->tokenizer = tokenizer_open(t->tokenizer_path, &t->error))) return EXIT_MACHINE;
+    }
+    if (*t->start_path && checkpoint_config(t->start_path, &shape, &t->error)) return EXIT_MACHINE;
+    if (options_resolve_model(o, &t->given, *t->start_path ? &shape : NULL, t->start_path,
+                              t->tokenizer ? tokenizer_vocab(t->tokenizer) : 0, &t->error) ||
+        options_resolve_batch(o, &t->given, &t->error))
+        return EXIT_OPTION;
+    if (o->sample_every && !t->tokenizer) {
+        error_set(&t->error, "--sample-every needs a tokenizer.bin in --data DIR, got %s", *o->data ? o->data : "no --data");
+        return EXIT_OPTION;
+    }
+    t->config.layers = o->layers;
+    t->config.heads = o->heads;
+    t->config.channels = o->dim;
+    t->config.context = o->context;
+    t->config.vocab = o->vocab;
+    t->gpt_options.batch = o->batch;
+    t->gpt_options.sequence = o->seq;
+    t->gpt_options.training = 1;
+    t->gpt_options.recompute = (GptRecompute)o->recompute;
+    t->gpt_options.deterministic = (int)o->deterministic;
+    return 0;
+}
+
+/* "auto", "cpu", "cuda" or "cuda:N" to a backend that is open. */
+static int setup_device(Trainer *t)
+{
+    const Options *o = &t->options;
+    Dtype dtype = o->dtype ? DTYPE_BF16 : DTYPE_FP32;
+    const Backend *gpu = backend_find(ATTENTION_CUDA, dtype);
+    int index = 0, automatic = !strcmp(o->device, "auto"), used = 0;
+    int cuda = !strcmp(o->device, "cuda") || (sscanf(o->device, "cuda:%d%n", &index, &used) == 1 && !o->device[used]);
+    if (!automatic && !cuda && strcmp(o->device, "cpu")) {
+        error_set(&t->error, "--device: got '%s', expected auto, cpu, cuda or cuda:N", o->device);
+        return EXIT_OPTION;
+    }
+    if (cuda && !gpu) {
+        error_set(&t->error, "--device %s: this binary was built for the CPU only; build it with nvcc: make ARCH=sm_90a", o->device);
+        return EXIT_OPTION;
+    }
+    if (gpu && (cuda || automatic)) {
+        t->backend = gpu;
+        t->stream = gpu->open(index, t->gpt_options.deterministic, t->error.text, sizeof t->error.text);
+        if (!t->stream && cuda) return EXIT_MACHINE;
+    }
+    if (!t->stream) {
+        t->backend = backend_find(ATTENTION_CPU, dtype);
+        if (!t->backend) {
+            error_set(&t->error, "--dtype bf16 needs a GPU: on the CPU the trainer computes in fp32");
+            return EXIT_OPTION;
+        }
+        t->stream = t->backend->open(0, t->gpt_options.deterministic, t->error.text, sizeof t->error.text);
+        if (!t->stream) return EXIT_MACHINE;
+    }
+    return 0;
+}
+
+static int setup_attention(Trainer *t)
+{
+    AttentionShape shape;
+    shape.B = t->options.batch;
+    shape.T = t->options.seq;
+    shape.NH = t->config.heads;
+    shape.HS = t->config.channels / t->config.heads;
+    shape.scale = attention_scale(shape.HS);
+    shape.dtype = t->backend->dtype;
+    shape.deterministic = t->gpt_options.deterministic;
+    int sm = t->backend->sm(t->stream);
+    if (t->options.list_attention) {
+        attention_list(t->backend->device, &shape, sm);
+        return 0;
+    }
+    t->attention = attention_choose(t->options.attention, t->backend->device, &shape, sm, t->error.text, sizeof t->error.text);
+    return t->attention ? 0 : EXIT_OPTION;
+}
+
+/* Opens one set of shards, --train's or --val's glob, else NAME_*.bin of the data directory. Small sets are read through once, so
+ * that a bad token is found now; of large ones every batch is checked as it is read. */
+static int setup_shards(Trainer *t, ShardSet *set, const char *pattern, const char *name)
+{
+    enum { CHECK_MOST = 500000000 };
+    char path[PATH_BYTES];
+    if (!*pattern) {
+        snprintf(path, sizeof path, "%s/%s_*.bin", t->options.data, name);
+        pattern = path;
+    }
+    if (shards_open(set, pattern, &t->error)) return EXIT_MACHINE;
+    if (set->tokens <= CHECK_MOST && shards_check_tokens(set, t->config.vocab, &t->error)) return EXIT_MACHINE;
+    int64_t windows = shards_windows(set, t->options.seq);
+    if (!windows) {
+        error_set(&t->error, "%s: no shard is long enough for a window of --seq %lld tokens and one to predict; the set has %lld tokens",
+                  pattern, (long long)t->options.seq, (long long)set->tokens);
+        return EXIT_MACHINE;
+    }
+    printf("data     %-5s %lld tokens in %zu shard%s, %lld windows of %lld\n", name, (long long)set->tokens, set->count,
+           set->count == 1 ? "" : "s", (long long)windows, (long long)t->options.seq);
+    return 0;
+}
+
+/* The corpus's entropy rate, where data/prepare.py knew it. */
+static double corpus_entropy(const char *data)
+{
+    char path[PATH_BYTES];
+    snprintf(path, sizeof path, "%s/corpus.json", data);
+    JsonDocument *document = *data && !access(path, R_OK) ? json_read(path, NULL) : NULL;
+    const JsonValue *value = document ? json_member(json_root(document), "entropy_rate") : NULL;
+    double rate = value && value->kind == JSON_NUMBER ? value->number : (double)NAN;
+    if (document) json_free(document);
+    return rate;
+}
+
+static int setup_data(Trainer *t)
+{
+    const Options *o = &t->options;
+    if (!*o->data && !*o->train) {
+        if (!o->steps) return 0; /* only the initial checkpoint is wanted */
+        error_set(&t->error, "nothing to train on: give --data DIR or --train GLOB (data/prepare.py makes shards from text)");
+        return EXIT_OPTION;
+    }
+    if (o->eval_every && !*o->data && !*o->val) {
+        error_set(&t->error, "no validation data: give --val GLOB, or turn evaluation off with --eval-every 0");
+        return EXIT_OPTION;
+    }
+    int status = setup_shards(t, &t->train_shards, o->train, "train");
+    if (status) return status;
+    if (o->eval_every) {
+        status = setup_shards(t, &t->val_shards, o->val, "val");
+        if (status) return status;
+        int64_t wanted = (o->eval_tokens + o->seq - 1) / o->seq;
+        t->eval_total = shards_windows(&t->val_shards, o->seq);
+        t->eval_windows = wanted < t->eval_total ? wanted : t->eval_total;
+    }
+    t->entropy_rate = corpus_entropy(o->data);
+    return 0;
+}
+
+static void print_plan(Trainer *t)
+{
+    const GptConfig *c = &t->config;
+    GptPlan plan = gpt_plan(c, &t->gpt_options, t->backend, t->attention);
+    char text[256], parts[6][32];
+    size_t bytes[6] = {plan.parameters, plan.gradients, plan.optimizer, plan.activations, plan.scratch, plan.total};
+    t->backend->describe(text, sizeof text, t->stream);
+    for (int i = 0; i < 6; i++) display_bytes(parts[i], sizeof parts[i], (double)bytes[i]);
+    printf("device   %s, %s\n", text, t->backend->name);
+    printf("model    %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %.2fM parameters\n", (long long)c->layers,
+           (long long)c->heads, (long long)c->channels, (long long)c->context, (long long)c->vocab,
+           (double)plan.parameters_count * 1e-6);
+    printf("kernel   attention %s: %s\n", t->attention->name, t->attention->summary);
+    printf("memory   parameters %s + gradients %s + optimizer %s + activations %s + scratch %s = %s\n", parts[0], parts[1], parts[2],
+           parts[3], parts[4], parts[5]);
+}
+
+/* Makes the model and fills it: from a checkpoint, with moments and state where the run resumes, or from the seed. */
+static int setup_weights(Trainer *t)
+{
+    t->gpt = gpt_create(&t->config, &t->gpt_options, t->backend, t->stream, t->attention, t->error.text, sizeof t->error.text);
+    if (!t->gpt) return EXIT_MACHINE;
+    t->state.seed = (uint64_t)t->options.seed;
+    t->state.validation_loss = (double)NAN;
+    if (!*t->start_path) {
+        gpt_init_random(t->gpt, (uint64_t)t->options.seed);
+        return 0;
+    }
+    if (checkpoint_load_parameters(t->start_path, t->gpt, &t->error)) return EXIT_MACHINE;
+    if (t->options.resume && checkpoint_load_optimizer(t->start_path, t->gpt, &t->state, &t->error)) return EXIT_MACHINE;
+    printf("start    %s%s, step %lld\n", t->options.resume ? "resuming from " : "", t->start_path, (long long)t->state.step);
+    return 0;
+}
+
+static int setup_run(Trainer *t)
+{
+    const Options *o = &t->options;
+    char path[PATH_BYTES];
+    if (!o->resume && run_open(&t->run, o->out, 0, &t->error)) return EXIT_OPTION;
+    int status = setup_weights(t);
+    if (status) return status;
+    if (t->run.dir && (run_path(&t->run, "config.json", path, sizeof path, &t->error) || options_write_config(o, path, &t->error) ||
+                       run_log_open(&t->run, *t->start_path || !o->resume ? t->state.step : -1, &t->error)))
+        return EXIT_MACHINE;
+    t->last = o->stop && o->stop < o->steps ? o->stop : o->steps;
+    if (!t->train_shards.count) return 0;
+    t->loader = loader_open(&t->train_shards, o->batch, o->seq, o->vocab, (uint64_t)o->seed, t->state.data_position, &t->error);
+    if (!t->loader) return EXIT_MACHINE;
+    printf("run      %lld updates of %lld tokens (%lld micro-steps of %lld x %lld): %.2f epochs%s%s\n", (long long)o->steps,
+           (long long)o->batch_tokens, (long long)(o->batch_tokens / (o->batch * o->seq)), (long long)o->batch, (long long)o->seq,
+           (double)o->steps * (double)o->batch_tokens / (double)(shards_windows(&t->train_shards, o->seq) * o->seq),
+           t->run.dir ? ", into " : "; no --out: nothing is saved", t->run.dir ? t->run.dir : "");
+    return 0;
+}
+
+/* Everything up to the first step. Returns 0 or an exit status with the sentence in t->error. */
+static int setup(Trainer *t)
+{
+    int (*const stages[])(Trainer *) = {setup_start, setup_model, setup_device, setup_attention, setup_data};
+    for (size_t i = 0; i < sizeof stages / sizeof stages[0]; i++) {
+        int status = stages[i](t);
+        if (status) return status;
+        if (t->options.list_attention && stages[i] == setup_attention) return 0;
+    }
+    print_plan(t);
+    return setup_run(t);
+}
+
+/* --- the run ---------------------------------------------------------------------------------------------------------------- */
+
+/* Mean loss over eval_windows windows spread evenly over the validation set, whatever the batch. */
+static int evaluate(Trainer *t)
+{
+    const int64_t T = t->options.seq, B = t->options.batch, n = t->eval_windows;
+    int32_t *window = (int32_t *)malloc((size_t)(T + 1) * sizeof(int32_t));
+    int32_t *rows = (int32_t *)malloc((size_t)(2 * B * T) * sizeof(int32_t)), *targets = rows + B * T;
+    Progress progress = progress_begin("evaluating");
+    double sum = 0;
+    int status = window && rows ? 0 : error_set(&t->error, "not enough memory for an evaluation batch");
+    for (int64_t done = 0; done < n && !status;) {
+        int64_t count = n - done < B ? n - done : B;
+        for (int64_t b = 0; b < count && !status; b++) {
+            int64_t i = done + b, index = i * (t->eval_total / n) + i * (t->eval_total % n) / n; /* floor(i*total/n), no overflow */
+            status = shards_window(&t->val_shards, index, T, NULL, t->config.vocab, window, &t->error);
+            memcpy(rows + b * T, window, (size_t)T * sizeof(int32_t));
+            memcpy(targets + b * T, window + 1, (size_t)T * sizeof(int32_t));
+        }
+        if (!status) sum += gpt_loss(t->gpt, rows, targets, count, T);
+        done += count;
+        progress_show(&progress, done, n);
+    }
+    progress_end(&progress);
+    free(window);
+    free(rows);
+    if (status) return status;
+    t->state.validation_loss = sum / (double)(n * T);
+    curve_add(&t->val_curve, t->state.step, t->state.validation_loss);
+    printf("step %6lld/%lld  validation loss %.4f", (long long)t->state.step, (long long)t->options.steps, t->state.validation_loss);
+    if (isfinite(t->entropy_rate))
+        printf("  best possible %.4f (%+.1f%%)", t->entropy_rate, 100 * (t->state.validation_loss / t->entropy_rate - 1));
+    printf("\n");
+    fflush(stdout);
+    return run_log(&t->run, &t->error, "{\"step\": %lld, \"val_loss\": %.17g}", (long long)t->state.step, t->state.validation_loss);
+}
+
+/* Text of a sample as it grows. */
+typedef struct SampleText {
+    char *bytes;
+    size_t length, capacity;
+} SampleText;
+
+static void sample_sink(void *context, const char *bytes, size_t length)
+{
+    SampleText *text = (SampleText *)context;
+    if (text->length + length > text->capacity) {
+        size_t capacity = 2 * (text->length + length) + 256;
+        char *grown = (char *)realloc(text->bytes, capacity);
+        if (!grown) return;
+        text->bytes = grown;
+        text->capacity = capacity;
+    }
+    memcpy(text->bytes + text->length, bytes, length);
+    text->length += length;
+}
+
+/* The tokens of --prompt, or end of text alone. *count gets how many; NULL on an error. */
+static int32_t *prompt_tokens(Trainer *t, size_t *count)
+{
+    const char *prompt = t->options.prompt;
+    size_t length = strlen(prompt);
+    int32_t *tokens = (int32_t *)malloc((length + 1) * sizeof *tokens);
+    if (!tokens) {
+        error_set(&t->error, "not enough memory for the prompt");
+        return NULL;
+    }
+    *count = 1;
+    tokens[0] = tokenizer_end_of_text(t->tokenizer);
+    if (length && tokenizer_encode(t->tokenizer, prompt, length, tokens, length, count, &t->error)) {
+        free(tokens);
+        return NULL;
+    }
+    return tokens;
+}
+
+/* Draws a sample, which depends on the seed, the step and the weights alone, and prints and logs it. */
+static int sample(Trainer *t)
+{
+    SampleText text = {NULL, 0, 0};
+    size_t count;
+    uint64_t state = random_mix(random_mix((uint64_t)t->options.seed) ^ (uint64_t)t->state.step);
+    int32_t *prompt = prompt_tokens(t, &count);
+    if (!prompt) return -1;
+    sample_sink(&text, t->options.prompt, strlen(t->options.prompt));
+    int status = sample_continue(t->gpt, t->tokenizer, prompt, count, t->options.sample_tokens, t->options.seq, t->options.temperature,
+                                 t->options.top_k, &state, sample_sink, &text);
+    free(prompt);
+    size_t size = 6 * text.length + 3;
+    char *quoted = (char *)malloc(size);
+    if (status || !quoted) {
+        free(quoted);
+        free(text.bytes);
+        return error_set(&t->error, "not enough memory for a sample");
+    }
+    json_quote(quoted, size, text.bytes, text.length);
+    printf("--- sample at step %lld\n", (long long)t->state.step);
+    for (size_t i = 0; i < text.length; i++) { /* control bytes must not reach the terminal */
+        unsigned char byte = (unsigned char)text.bytes[i];
+        putchar(byte >= 32 && byte != 127 ? byte : byte == '\n' || byte == '\t' ? byte : '?');
+    }
+    printf("\n---\n");
+    fflush(stdout);
+    status = run_log(&t->run, &t->error, "{\"step\": %lld, \"sample\": %s}", (long long)t->state.step, quoted);
+    free(quoted);
+    free(text.bytes);
+    return status;
+}
+
+static int save(Trainer *t)
+{
+    if (!t->run.dir) return 0;
+    char path[PATH_BYTES];
+    int32_t end_of_text = t->tokenizer ? tokenizer_end_of_text(t->tokenizer) : -1;
+    if (checkpoint_save(t->run.dir, t->gpt, &t->state, end_of_text, *t->tokenizer_path ? t->tokenizer_path : NULL, path, sizeof path,
+                        &t->error))
+        return -1;
+    snprintf(t->saved_path, sizeof t->saved_path, "%s", path);
+    return checkpoint_prune(t->run.dir, t->options.keep, &t->error);
+}
+
+/* The sentence for a step whose loss or gradient is not finite. Returns -1. */
+static int diverged(Trainer *t, double loss, double norm)
+{
+    const GptTensor *parameter = gpt_find_nonfinite(t->gpt, GPT_PARAMETERS), *gradient = gpt_find_nonfinite(t->gpt, GPT_GRADIENTS);
+    const char *fault = gpt_fault(t->gpt), *kept = *t->saved_path ? t->saved_path : "none";
+    long long step = (long long)t->state.step + 1;
+    if (fault) return error_set(&t->error, "step %lld: attention %s failed: %s; last good checkpoint: %s", step, t->attention->name, fault, kept);
+    return error_set(&t->error, "step %lld: the loss is %g and the gradient norm %g: first tensor that is not finite: %s%s; stopped without "
+                     "saving; last good checkpoint: %s", step, loss, norm,
+                     parameter ? "parameter " : gradient ? "gradient of " : "none, the loss alone",
+                     parameter ? parameter->name : gradient ? gradient->name : "", kept);
+}
+
+/* One update: micro-steps, clipping, AdamW. */
+static int update(Trainer *t, double *loss, double *norm, double *lr)
+{
+    const Options *o = &t->options;
+    int64_t number = t->state.step + 1, micro_steps = o->batch_tokens / (o->batch * o->seq);
+    const int32_t *inputs, *targets;
+    double sum = 0;
+    gpt_zero_gradients(t->gpt);
+    for (int64_t m = 0; m < micro_steps; m++) {
+        if (loader_next(t->loader, &inputs, &targets, &t->error)) return -1;
+        sum += gpt_backward(t->gpt, inputs, targets, o->batch, o->seq, (float)(1.0 / (double)o->batch_tokens));
+    }
+    *lr = options_learning_rate(o, number);
+    AdamwStep step;
+    step.lr = (float)*lr;
+    step.beta1 = (float)o->beta1;
+    step.beta2 = (float)o->beta2;
+    step.eps = (float)o->eps;
+    step.weight_decay = (float)o->weight_decay;
+    step.bias_correction1 = (float)(1 - pow(o->beta1, (double)number));
+    step.bias_correction2 = (float)(1 - pow(o->beta2, (double)number));
+    step.clip = (float)o->clip;
+    *norm = (double)gpt_update(t->gpt, &step);
+    *loss = sum / (double)o->batch_tokens;
+    if (!isfinite(*loss) || !isfinite(*norm)) return diverged(t, *loss, *norm);
+    t->state.step = number;
+    t->state.data_position = loader_position(t->loader);
+    return 0;
+}
+
+/* Is something due that comes every `every` updates and after the last? */
+static int is_due(const Trainer *t, int64_t every)
+{
+    return every && (t->state.step % every == 0 || t->state.step == t->options.steps);
+}
+
+/* Prints a line for the updates since the last one. */
+static void print_step(const Trainer *t, double loss, double norm, double lr, double seconds, int64_t updates)
+{
+    char left[32];
+    double each = seconds / (double)updates;
+    display_duration(left, sizeof left, each * (double)(t->last - t->state.step));
+    printf("step %6lld/%lld  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %.0f tokens/s  %s left\n", (long long)t->state.step,
+           (long long)t->options.steps, loss, norm, lr, 1e3 * each, (double)t->options.batch_tokens / each, left);
+    fflush(stdout);
+}
+
+/* Runs up to t->last or a signal. Returns 0, or -1 with the sentence in t->error. */
+static int train(Trainer *t)
+{
+    const Options *o = &t->options;
+    double loss, norm, lr, unprinted = 0;
+    int64_t updates = 0;
+    if (t->state.step == 0 && o->eval_every && t->loader && evaluate(t)) return -1;
+    if (!o->steps && save(t)) return -1;
+    while (t->state.step < t->last && !stop_signal) {
+        double began = display_clock();
+        if (update(t, &loss, &norm, &lr)) return -1;
+        double seconds = display_clock() - began;
+        unprinted += seconds;
+        t->state.seconds += seconds;
+        curve_add(&t->train_curve, t->state.step, loss);
+        if (run_log(&t->run, &t->error, "{\"step\": %lld, \"loss\": %.17g, \"lr\": %.9g, \"grad_norm\": %.9g, \"ms\": %.6g, \"tokens_per_second\": "
+                    "%.6g, \"mfu\": null}", (long long)t->state.step, loss, lr, norm, 1e3 * seconds, (double)o->batch_tokens / seconds))
+            return -1;
+        updates++;
+        if (o->print_every && (t->state.step % o->print_every == 0 || t->state.step == t->last)) {
+            print_step(t, loss, norm, lr, unprinted, updates);
+            unprinted = 0;
+            updates = 0;
+        }
+        if (is_due(t, o->eval_every) && evaluate(t)) return -1;
+        if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && sample(t)) return -1;
+        if (is_due(t, o->save_every) && save(t)) return -1;
+    }
+    return 0;
+}
+
+/* How the run ended: curve, figures, a last sample; or, where it was stopped early, how to go on. Returns the exit status. */
+static int report(Trainer *t)
+{
+    const Options *o = &t->options;
+    int early = t->state.step < o->steps;
+    char duration[32];
+    if (early && save(t)) return -1;
+    curve_print(&t->train_curve, &t->val_curve, t->entropy_rate, 72, 16);
+    display_duration(duration, sizeof duration, t->state.seconds);
+    printf("%s at step %lld of %lld, %s of training", early ? "stopped" : "done", (long long)t->state.step, (long long)o->steps, duration);
+    if (isfinite(t->state.validation_loss)) printf(", validation loss %.4f", t->state.validation_loss);
+    if (isfinite(t->state.validation_loss) && isfinite(t->entropy_rate))
+        printf(", best possible %.4f: %+.1f%%", t->entropy_rate, 100 * (t->state.validation_loss / t->entropy_rate - 1));
+    printf("\n");
+    if (*t->saved_path) printf("checkpoint %s\n", t->saved_path);
+    if (early && t->run.dir) printf("go on with: ./train_gpt --out %s --resume\n", t->run.dir);
+    if (!early && o->sample_every && sample(t)) return -1;
+    return stop_signal ? EXIT_STOPPED : 0;
+}
+
+static void trainer_free(Trainer *t)
+{
+    loader_close(t->loader);
+    shards_close(&t->train_shards);
+    shards_close(&t->val_shards);
+    tokenizer_close(t->tokenizer);
+    gpt_free(t->gpt);
+    if (t->stream) t->backend->close(t->stream);
+    run_close(&t->run);
+    free(t);
+}
+
+int main(int argc, char **argv)
+{
+    Trainer *t = (Trainer *)calloc(1, sizeof *t);
+    if (!t) {
+        fprintf(stderr, "train_gpt: not enough memory\n");
+        return EXIT_MACHINE;
+    }
+    t->run.lock = -1;
+    t->entropy_rate = (double)NAN;
+    int status = options_parse(&t->options, &t->given, argc, argv, &t->error) ? EXIT_OPTION : 0;
+    if (!status && t->options.help) {
+        options_help();
+    } else if (!status) {
+        stop_on_signals();
+        status = setup(t);
+        if (!status && !t->options.list_attention) status = train(t) ? EXIT_MACHINE : report(t);
+        if (status < 0) status = EXIT_MACHINE;
+    }
+    if (status && status != EXIT_STOPPED) {
+        fflush(stdout);
+        fprintf(stderr, "train_gpt: %s\n", t->error.text);
+    }
+    trainer_free(t);
+    return status;
+}
