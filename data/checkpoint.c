@@ -747,8 +747,8 @@ static int write_checkpoint(const char *path, const Gpt *gpt, const CheckpointSt
     return result ? -1 : sync_directory(path, error);
 }
 
-int checkpoint_save(const char *dir, const Gpt *gpt, const CheckpointState *state, int32_t end_of_text, const char *tokenizer,
-                    char *path, size_t path_size, Error *error)
+int checkpoint_save(const char *dir, const Gpt *gpt, const CheckpointState *state, int32_t end_of_text,
+                    const char *tokenizer, char *path, size_t path_size, Error *error)
 {
     char final[PATH_BYTES], temporary[PATH_BYTES], name[STEP_BYTES], hidden[2 * STEP_BYTES];
     struct stat status;
