@@ -34,7 +34,7 @@ endif
 ifneq ($(MARCH),)
 MARCH_FLAGS := -march=$(MARCH)
 endif
-WARNINGS := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wvla
+WARNINGS := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wvla $(if $(WERROR),-Werror)
 OPTIMIZE := -O3 $(MARCH_FLAGS) -fno-math-errno -fno-trapping-math -g
 ifneq ($(DEBUG),0)
 OPTIMIZE := -O1 $(MARCH_FLAGS) -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -42,7 +42,7 @@ endif
 CPPFLAGS += -I. -D_GNU_SOURCE $(BLAS_FLAGS) $(if $(CUDA_ARCH),-DHAVE_CUDA)
 CFLAGS += -std=gnu11 $(OPTIMIZE) $(WARNINGS) $(OPENMP_FLAGS) -fPIC -pthread
 LDLIBS += $(BLAS_LIBS) -lm -ldl -lpthread
-LDFLAGS += $(OPENMP_FLAGS) $(if $(filter-out 0,$(DEBUG)),-fsanitize=address,undefined) -rdynamic
+LDFLAGS += $(OPENMP_FLAGS) $(if $(filter-out 0,$(DEBUG)),-fsanitize=address -fsanitize=undefined) -rdynamic
 
 NVCCFLAGS += -std=c++17 -O3 -lineinfo -arch=$(CUDA_ARCH) -I. -DHAVE_CUDA -D_GNU_SOURCE $(BLAS_FLAGS) \
              -Xcompiler "$(subst $() $(),$(comma),-Wall -Wextra -fPIC $(OPENMP_FLAGS))" -Werror=all-warnings
@@ -62,7 +62,7 @@ TESTS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
 BENCHES := $(patsubst dev/%.c,$(BUILD)/dev/%,$(wildcard dev/bench_*.c))
 KERNELS := $(patsubst dev/attention/%.c,$(BUILD)/attention/%.so,$(wildcard dev/attention/*.c))
 
-.PHONY: all run test bench kernels clean help
+.PHONY: all run test test-c tests fuzz bench kernels clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -74,6 +74,16 @@ run: all  ## prepare a corpus offline and train on it for about a minute: make r
 test: all $(TESTS) $(KERNELS)  ## build and run every test that this machine can run
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS) $(wildcard tests/test_*.py)
 
+test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: under sanitizers)
+	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS)
+
+tests: $(TESTS) $(KERNELS)
+
+fuzz:  ## feed damaged files to every reader, under sanitizers: make fuzz [SECONDS_TO_FUZZ=60]
+	@$(MAKE) --no-print-directory DEBUG=1 build/debug/tests/fuzz_readers
+	build/debug/tests/fuzz_readers $(SECONDS_TO_FUZZ)
+SECONDS_TO_FUZZ ?= 60
+
 bench: all $(BENCHES) $(KERNELS)  ## measure speed and memory; tables on stdout and in dev/results
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) $(PYTHON) dev/bench.py $(BENCHES)
 
@@ -83,7 +93,7 @@ clean:  ## remove everything that was built (runs/ stays)
 	rm -rf build train_gpt
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@sed -n '/^# Variables/,/^$$/s/^# //p' Makefile
 
 $(TRAIN): $(BUILD)/train_gpt.o $(OBJECTS)
