@@ -1,9 +1,9 @@
 /* loader.c - batches of windows, in a seeded order, prepared by a thread of its own.
  *
- * Two buffers go round between the thread and the caller. Batch k lies in buffer k % 2. The thread may fill it once the caller
- * has let go of batch k-2, which a call of loader_next says by asking for batch k-1: so while a step computes on one buffer the
- * thread fills the other, and a call waits only where the step was faster than the disk. Three counters under one lock say all
- * there is to say: filled (by the thread), taken (by the caller) and released (by the caller).
+ * Two buffers go round between the thread and the caller. Batch k lies in buffer k % 2. The thread may fill it once the
+ * caller has let go of batch k-2, which a call of loader_next says by asking for batch k-1: so while a step computes on one
+ * buffer the thread fills the other, and a call waits only where the step was faster than the disk. Three counters under one
+ * lock say all there is to say: filled (by the thread), taken (by the caller) and released (by the caller).
  *
  * What is in batch k follows from the start position and k alone, never from the timing of the two threads.
  */
@@ -140,7 +140,7 @@ static int start_thread(Loader *loader, Error *error)
 static int check_request(const ShardSet *set, int64_t B, int64_t T, int64_t vocab, int64_t position, Error *error)
 {
     if (B < 1 || T < 1 || vocab < 1)
-        return error_set(error, "the loader got batch %lld, sequence %lld and vocabulary %lld, expected each to be at least 1",
+        return error_set(error, "the loader got batch %lld, sequence %lld and vocabulary %lld, expected at least 1 of each",
                          (long long)B, (long long)T, (long long)vocab);
     if (position < 0 || position > INT64_MAX / 2)
         return error_set(error, "the loader got data position %lld, expected 0 to %lld", (long long)position,
@@ -186,7 +186,8 @@ Loader *loader_open(const ShardSet *set, int64_t B, int64_t T, int64_t vocab, ui
     loader->window = fits ? malloc(((size_t)T + 1) * sizeof *loader->window) : NULL;
     loader->shift = calloc(set->count, sizeof *loader->shift);
     if (!enough || !loader->window || !loader->shift) {
-        error_set(error, "the loader has not enough memory for two batches of %lld x %lld tokens", (long long)B, (long long)T);
+        error_set(error, "the loader has not enough memory for two batches of %lld x %lld tokens", (long long)B,
+                  (long long)T);
         loader_close(loader);
         return NULL;
     }

@@ -77,8 +77,8 @@ static int shard_interpret(Shard *shard, Error *error)
         shard->tokens = bytes;
         shard->count = size / 2;
         if (size % 2)
-            return error_set(error, "%s: %lld bytes, expected an even number: it has no shard header, so it is read as uint16 "
-                             "tokens alone", shard->path, (long long)size);
+            return error_set(error, "%s: %lld bytes, expected an even number: it has no shard header, so it is read as "
+                             "uint16 tokens alone", shard->path, (long long)size);
         return 0;
     }
     if (size < HEADER_BYTES)
@@ -195,7 +195,7 @@ static int token_fault(const Shard *shard, int64_t position, int64_t vocab, Erro
 {
     return error_set(error, "%s: token %u at position %lld, expected less than the vocabulary of %lld%s", shard->path,
                      shard_token(shard, position), (long long)position, (long long)vocab,
-                     shard->tokens == shard->map ? " (the file has no shard header and was read as uint16 tokens alone)" : "");
+                     shard->tokens == shard->map ? " (it has no shard header and was read as uint16 tokens alone)" : "");
 }
 
 /* The largest of tokens [first, last): the loops are written so that a compiler turns them into vector code. */

@@ -43,7 +43,8 @@ static uint8_t *read_file(const char *path, size_t *size, Error *error)
     if (file < 0 || fstat(file, &status)) {
         error_set(error, "%s: cannot open: %s", path, strerror(errno));
     } else if (!S_ISREG(status.st_mode)) {
-        error_set(error, "%s: is %s, expected a tokenizer file", path, S_ISDIR(status.st_mode) ? "a directory" : "no regular file");
+        error_set(error, "%s: is %s, expected a tokenizer file", path,
+                  S_ISDIR(status.st_mode) ? "a directory" : "no regular file");
     } else if (status.st_size < HEADER_BYTES || status.st_size > LARGEST_FILE) {
         error_set(error, "%s: %lld bytes, expected a tokenizer file of at least %d and at most %lld", path,
                   (long long)status.st_size, HEADER_BYTES, (long long)LARGEST_FILE);
@@ -55,7 +56,8 @@ static uint8_t *read_file(const char *path, size_t *size, Error *error)
             ssize_t got = read(file, bytes + done, *size - done);
             if (got < 0 && errno == EINTR) continue;
             if (got <= 0) {
-                error_set(error, "%s: read %zu of %zu bytes: %s", path, done, *size, got ? strerror(errno) : "it became shorter");
+                error_set(error, "%s: read %zu of %zu bytes: %s", path, done, *size,
+                          got ? strerror(errno) : "it became shorter");
                 free(bytes);
                 bytes = NULL;
                 break;
@@ -73,7 +75,8 @@ static int parse_table(Tokenizer *tokenizer, size_t size, Error *error)
     const uint8_t *bytes = tokenizer->bytes;
     const char *path = tokenizer->path;
     int32_t magic = read_int32(bytes), version = read_int32(bytes + 4), count = read_int32(bytes + 8);
-    if (magic != MAGIC) return error_set(error, "%s: magic %d at byte 0, expected %d for a tokenizer file", path, magic, MAGIC);
+    if (magic != MAGIC)
+        return error_set(error, "%s: magic %d at byte 0, expected %d for a tokenizer file", path, magic, MAGIC);
     if (version != VERSION) return error_set(error, "%s: version %d at byte 4, expected %d", path, version, VERSION);
     if (count < 1 || (size_t)count > size - HEADER_BYTES)
         return error_set(error, "%s: %d tokens at byte 8, expected 1 to %zu in a file of %zu bytes", path, count,
@@ -81,7 +84,8 @@ static int parse_table(Tokenizer *tokenizer, size_t size, Error *error)
     tokenizer->vocab = count;
     tokenizer->end_of_text = read_int32(bytes + 12);
     if (tokenizer->end_of_text < 0 || tokenizer->end_of_text >= count)
-        return error_set(error, "%s: end-of-text token %d at byte 12, expected 0 to %d", path, tokenizer->end_of_text, count - 1);
+        return error_set(error, "%s: end-of-text token %d at byte 12, expected 0 to %d", path, tokenizer->end_of_text,
+                         count - 1);
     tokenizer->start = malloc((size_t)count * sizeof *tokenizer->start);
     if (!tokenizer->start) return error_set(error, "%s: not enough memory for %d tokens", path, count);
 
@@ -155,18 +159,19 @@ const char *tokenizer_decode(const Tokenizer *tokenizer, int32_t token, size_t *
     return (const char *)bytes;
 }
 
-int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, int32_t *out, size_t capacity, size_t *count,
-                     Error *error)
+int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, int32_t *out, size_t capacity,
+                     size_t *count, Error *error)
 {
     *count = 0;
     if (tokenizer->longer >= 0)
-        return error_set(error, "%s: token %lld is not a single byte: encoding text with this tokenizer needs its merge rules, "
-                         "which the file does not hold", tokenizer->path, (long long)tokenizer->longer);
+        return error_set(error, "%s: token %lld is not a single byte: encoding text with this tokenizer needs its merge "
+                         "rules, which the file does not hold", tokenizer->path, (long long)tokenizer->longer);
     for (size_t i = 0; i < length; i++) {
         int byte = (unsigned char)text[i];
         int32_t token = tokenizer->of_byte[byte];
         if (token < 0)
-            return error_set(error, "%s: no token for byte 0x%02x, which is at position %zu of the text", tokenizer->path, byte, i);
+            return error_set(error, "%s: no token for byte 0x%02x, which is at position %zu of the text", tokenizer->path,
+                             byte, i);
         if (i < capacity) out[i] = token;
     }
     *count = length;

@@ -1,0 +1,768 @@
+#!/usr/bin/env python3
+"""Text in, shards of tokens out: what train_gpt --data DIR reads.
+
+    python3 data/prepare.py --text builtin --out runs/toy
+    python3 data/prepare.py --text book.txt --out runs/book
+    python3 data/prepare.py --text a.txt b.txt --tokenizer gpt2 --out runs/ab
+
+OUT gets train_*.bin and val_*.bin (see shards.h), tokenizer.bin (see tokenizer.h) and corpus.json, which names the sources
+and counts the tokens. Each file of --text is a document: its tokens are followed by one end-of-text token. A tokenizer is
+    bytes            the 256 bytes and end of text, 257 tokens: needs nothing but this file
+    gpt2             GPT-2's, through tiktoken or tokenizers, whichever is installed
+    DIR              GPT-2's or one like it, from local files: vocab.bpe and encoder.json, or merges.txt and vocab.json
+    TOKENIZER.json   any tokenizer of Hugging Face, through tokenizers
+
+The validation part is the tail of the corpus. Lines picked at random would be easier to predict than text that is truly new,
+since their neighbours, often on the same subject in the same words, would be in the training part; and a tail stays the
+same however many shards or processes there are.
+
+Nothing is held in memory but a few megabytes a process. As bytes, every token's place is known beforehand, so processes
+write their pieces straight into the shards. With merges it is not: processes encode pieces, and this one writes them in
+order. A piece of text may end only where the tokenizer never joins what stands on both sides (see SAFE); then the tokens are
+exactly those of the whole text encoded in one go.
+
+All files are written in OUT/.prepare and renamed at the end, corpus.json last. So an OUT with a corpus.json is complete, and
+a run that fails, is stopped or is killed leaves the files of OUT as they were.
+"""
+import argparse
+import array
+import collections
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import functools
+import glob
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import struct
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from grammar import Grammar  # noqa: E402
+
+HEADER_BYTES = 1024
+SHARD_UINT16 = (20240520, 1)  # magic, version
+SHARD_UINT32 = (20240801, 7)
+TOKENIZER = (20240328, 2)
+SHARD_LIMIT = 2**32 - 2  # the header's count says the low 32 bits, and all of them set mean "unfinished"
+PIECE = 4 << 20          # bytes of text that a process takes at a time, as bytes
+PIECE_MERGES = 1 << 20   # the same where it encodes, which takes some hundred times as long
+OUTPUTS = ("corpus.json", "train_*.bin", "val_*.bin", "tokenizer.bin")
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+
+# How GPT-2 cuts text before it merges: contractions, words, numbers and marks with one blank before them, blanks.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Its successors' (GPT-4 and Llama 3; Qwen 2), as tokenizer.json files hold them.
+LATER_PATTERNS = tuple(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits +
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+" for digits in (r"\p{N}{1,3}", r"\p{N}"))
+# Where all these patterns cut, whatever else stands around: after a newline between two visible ASCII characters, else
+# between an ASCII letter and a blank that a letter follows. A newline with more blanks beside it is no such place: at the
+# end of a text they are one piece, before a word the last one stands alone.
+SAFE = (re.compile(rb"[!-~]\n(?=[!-~])"), re.compile(rb"[A-Za-z](?= [A-Za-z])"))
+
+
+class Fault(Exception):
+    """One sentence that says what is wrong."""
+
+
+class Stopped(Exception):
+    """The process was told to end."""
+
+
+Document = collections.namedtuple("Document", "path size modified")
+# Bytes [start, end) of a document; `closes` where the end-of-text token follows.
+Piece = collections.namedtuple("Piece", "path start end closes")
+
+
+# --- tokenizers -----------------------------------------------------------------------------------------------------------
+
+class Tokenizer:
+    """encode: str -> list of tokens, or None where tokens are bytes. table: the bytes of each token. splits: whether text
+    may be cut at SAFE places."""
+
+    def __init__(self, name, table, end_of_text, encode=None, splits=True):
+        self.name, self.table, self.end_of_text, self.encode, self.splits = name, table, end_of_text, encode, splits
+        self.vocab = len(table)
+        self.width = 2 if self.vocab <= 65536 else 4
+        longest = max(range(self.vocab), key=lambda token: len(table[token]))
+        if len(table[longest]) > 255:
+            raise Fault(f"{name}: token {longest} is {len(table[longest])} bytes long, tokenizer.bin holds at most 255")
+
+    def pack(self, tokens):
+        """The tokens as little-endian integers of this tokenizer's width."""
+        packed = array.array("H" if self.width == 2 else "I", tokens)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return packed.tobytes()
+
+
+def import_library(*names):
+    """The first of these modules that is installed."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            return __import__(name)
+    raise Fault(f"this tokenizer needs the Python package {' or '.join(names)}, and {sys.executable} has "
+                f"{'neither' if len(names) > 1 else 'it not'}: {os.path.basename(sys.executable)} -m pip install {names[0]}")
+
+
+def unicode_to_byte():
+    """GPT-2 writes a byte as a character: visible ones of Latin-1 as themselves, the others as those from U+0100 on."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {**{chr(byte): byte for byte in visible}, **{chr(256 + i): byte for i, byte in enumerate(hidden)}}
+
+
+def token_bytes(token, alphabet):
+    """The bytes of a token that is written in GPT-2's alphabet; one outside of it is taken as it is."""
+    try:
+        return bytes(alphabet[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def read_json(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except ValueError as error:
+        raise Fault(f"{path}: is no JSON: {error}") from None
+
+
+def dense_table(name, ids, to_bytes):
+    """List of bytes by token, from token string -> number; numbers that no token has get no bytes."""
+    if not ids or not all(isinstance(token, int) and 0 <= token < 2**24 for token in ids.values()):
+        raise Fault(f"{name}: expected a table of tokens with numbers from 0 on")
+    table = [b""] * (max(ids.values()) + 1)
+    for token, number in ids.items():
+        table[number] = to_bytes(token)
+    return table
+
+
+def read_merges(directory):
+    """(name, vocabulary: token -> number, list of merges) of a directory with GPT-2's files, under either pair of names."""
+    for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        paths = os.path.join(directory, vocabulary), os.path.join(directory, merges)
+        if all(map(os.path.isfile, paths)):
+            break
+    else:
+        raise Fault(f"{directory}: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or tokenizer.json")
+    ids = read_json(paths[0])
+    if not isinstance(ids, dict) or END_OF_TEXT[0] not in ids:
+        raise Fault(f"{paths[0]}: expected a table of tokens with {END_OF_TEXT[0]} among them")
+    rows = []
+    with open(paths[1], encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            row = tuple(line.split())
+            if not row or (number == 1 and line.startswith("#version")):
+                continue
+            if len(row) != 2 or not {*row, "".join(row)} <= ids.keys():
+                raise Fault(f"{paths[1]}: line {number}: expected two tokens that join to a third, got {line.strip()!r}")
+            rows.append(row)
+    return directory, ids, rows
+
+
+def merges_tiktoken(name, ids, merges):
+    """Through tiktoken, which takes the number of a token for its rank: None where the files do not have it so."""
+    tiktoken = import_library("tiktoken")
+    alphabet = unicode_to_byte()
+    table = dense_table(name, ids, lambda token: token_bytes(token, alphabet))
+    end = ids[END_OF_TEXT[0]]
+    ranks = {text: number for number, text in enumerate(table) if number != end}
+    if [ids["".join(pair)] for pair in merges] != list(range(256, 256 + len(merges))) or \
+            len(ranks) != len(table) - 1 or any(len(text) != 1 for text in table[:256]):
+        return None
+    encoding = tiktoken.Encoding(name="local", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                                 special_tokens={END_OF_TEXT[0]: end})
+    return Tokenizer(name, table, end, encoding.encode_ordinary)
+
+
+def merges_tokenizers(name, ids, merges):
+    tokenizers = import_library("tokenizers")
+    alphabet = unicode_to_byte()
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return Tokenizer(name, dense_table(name, ids, lambda token: token_bytes(token, alphabet)), ids[END_OF_TEXT[0]],
+                     lambda text: encoder.encode(text).ids)
+
+
+def open_gpt2():
+    """GPT-2's tokenizer, whose files the library fetches and keeps."""
+    library = import_library("tiktoken", "tokenizers")
+    try:
+        if library.__name__ == "tokenizers":
+            return open_tokenizer_json("gpt2", json.loads(library.Tokenizer.from_pretrained("gpt2").to_str()), None)
+        encoding = library.get_encoding("gpt2")
+    except Fault:
+        raise
+    except Exception as error:
+        raise Fault(f"gpt2: {library.__name__} cannot fetch its files ({type(error).__name__}); offline, give "
+                    "--tokenizer DIR with vocab.bpe and encoder.json") from None
+    table = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
+    return Tokenizer("gpt2", table, encoding.eot_token, encoding.encode_ordinary)
+
+
+def parts_of(stage):
+    """The members of a pre-tokenizer or decoder of a tokenizer.json, one or a sequence."""
+    stage = stage or {}
+    return stage.get("pretokenizers") or stage.get("decoders") or [stage] if stage.get("type") == "Sequence" else [stage]
+
+
+def splits_safely(description, ordinary):
+    """Whether a tokenizer.json is known to cut at SAFE places: by GPT-2's pattern or a later one, no token reaching over."""
+    if (description.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+        return False
+    if any(token.get("lstrip") or token.get("rstrip") or re.search(r"\s", token["content"]) for token in ordinary):
+        return False
+    stages = parts_of(description.get("pre_tokenizer"))
+    last = stages[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return False
+    if len(stages) == 1:
+        return last.get("use_regex", True)
+    return len(stages) == 2 and stages[0].get("type") == "Split" and stages[0].get("behavior") == "Isolated" and \
+        not stages[0].get("invert") and stages[0]["pattern"].get("Regex") in (GPT2_PATTERN,) + LATER_PATTERNS
+
+
+def open_tokenizer_json(name, description, end_of_text):
+    """A tokenizer of Hugging Face. Its special tokens are taken out before encoding, so that text which happens to spell one
+    is text; nothing is added at the ends of a text either."""
+    tokenizers = import_library("tokenizers")
+    if not isinstance(description, dict) or "model" not in description:
+        raise Fault(f"{name}: expected a tokenizer.json of Hugging Face, with a model in it")
+    added = description.get("added_tokens") or []
+    ordinary = [token for token in added if not token.get("special")]
+    try:
+        ids = tokenizers.Tokenizer.from_str(json.dumps(description)).get_vocab(with_added_tokens=True)
+        encoder = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": ordinary, "post_processor": None,
+                                                            "truncation": None, "padding": None}))
+    except Exception as error:
+        raise Fault(f"{name}: tokenizers cannot read it: {error}") from None
+    known = [token for token in ([end_of_text] if end_of_text else END_OF_TEXT) if token in ids]
+    if not known:
+        raise Fault(f"{name}: has none of the tokens {end_of_text or ' '.join(END_OF_TEXT)}; name its end-of-text token "
+                    "with --end-of-text")
+    stages = parts_of(description.get("pre_tokenizer")) + parts_of(description.get("decoder"))
+    alphabet = unicode_to_byte() if any(stage.get("type") == "ByteLevel" for stage in stages) else None
+    model = description["model"]
+    prefix = model.get("continuing_subword_prefix") if model.get("type") == "WordPiece" else None
+    literal = {token["content"] for token in added}
+
+    def to_bytes(token):
+        if token in literal:
+            return token.encode()
+        if alphabet:
+            return token_bytes(token, alphabet)
+        if prefix:
+            return token[len(prefix):].encode() if token.startswith(prefix) else b" " + token.encode()
+        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # a byte that has no character of its own, as SentencePiece writes it
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    return Tokenizer(name, dense_table(name, ids, to_bytes), ids[known[0]],
+                     lambda text: encoder.encode(text, add_special_tokens=False).ids, splits_safely(description, ordinary))
+
+
+@functools.lru_cache(maxsize=1)
+def open_tokenizer(spec, end_of_text=None):
+    """The tokenizer that --tokenizer names; opened once in each process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
+    if spec == "bytes":
+        return Tokenizer("bytes", [bytes([byte]) for byte in range(256)] + [END_OF_TEXT[0].encode()], 256)
+    if spec == "gpt2" and not os.path.exists(spec):
+        return open_gpt2()
+    if os.path.isdir(spec):
+        path = os.path.join(spec, "tokenizer.json")
+        if not os.path.isfile(path):
+            files = read_merges(spec)
+            if import_library("tiktoken", "tokenizers").__name__ == "tiktoken":
+                return merges_tiktoken(*files) or merges_tokenizers(*files)
+            return merges_tokenizers(*files)
+        spec = path
+    if not os.path.isfile(spec):
+        raise Fault(f"--tokenizer {spec}: no such file; expected bytes, gpt2, a directory or a tokenizer.json")
+    return open_tokenizer_json(spec, read_json(spec), end_of_text)
+
+
+# --- what processes do
+# ------------------------------------------------------------------------------------------------------
+
+def read_piece(piece):
+    with open(piece.path, "rb", buffering=0) as file:
+        file.seek(piece.start)
+        parts, missing = [], piece.end - piece.start
+        while missing:
+            part = file.read(missing)
+            if not part:
+                raise Fault(f"{piece.path}: became shorter while it was read: ends at byte {piece.end - missing}, expected "
+                            f"{piece.end}")
+            parts.append(part)
+            missing -= len(part)
+    return b"".join(parts)
+
+
+def write_all(file, data, offset, path):
+    view = memoryview(data)
+    try:
+        while view:
+            done = os.pwrite(file, view, offset)
+            view, offset = view[done:], offset + done
+    except OSError as error:
+        raise Fault(f"{path}: cannot write at byte {offset}: {error.strerror}") from None
+
+
+def place_bytes(pieces, path, offset):
+    """Writes pieces as byte tokens to a shard from a byte offset on. Returns how many bytes of text they were."""
+    size = sum(piece.end - piece.start + piece.closes for piece in pieces)
+    tokens = bytearray(2 * size)  # the high bytes stay 0, but for end of text, which is 256
+    at = 0
+    for piece in pieces:
+        text = read_piece(piece)
+        tokens[at:at + 2 * len(text):2] = text
+        at += 2 * len(text)
+        if piece.closes:
+            tokens[at + 1] = 1
+            at += 2
+    file = os.open(path, os.O_WRONLY)
+    try:
+        write_all(file, tokens, offset, path)
+    finally:
+        os.close(file)
+    return size
+
+
+def encode_pieces(pieces, spec, end_of_text):
+    """The packed tokens of some pieces, and how many bytes of text they were."""
+    tokenizer = open_tokenizer(spec, end_of_text)
+    tokens = []
+    for piece in pieces:
+        try:
+            tokens += tokenizer.encode(read_piece(piece).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise Fault(f"{piece.path}: byte {piece.start + error.start} is 0x{error.object[error.start]:02x}, expected UTF-8 "
+                        "text for this tokenizer (bytes takes any file)") from None
+        if piece.closes:
+            tokens.append(tokenizer.end_of_text)
+    return tokenizer.pack(tokens), sum(piece.end - piece.start for piece in pieces)
+
+
+def start_process():
+    """Leaves Ctrl-C to the first process, which then ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def in_order(workers, function, tasks):
+    """function(*task) of every task, in their order, computed by so many processes with a bounded number under way."""
+    if workers == 1:
+        yield from (function(*task) for task in tasks)
+        return
+    with concurrent.futures.ProcessPoolExecutor(workers, initializer=start_process) as pool:
+        pending = collections.deque()
+        try:
+            for task in tasks:
+                pending.append(pool.submit(function, *task))
+                if len(pending) > 3 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise Fault("a process ended without a result, most likely for want of memory; try fewer --workers") from None
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+# --- where text is cut
+# --------------------------------------------------------------------------------------------------------
+
+def find_safe(path, start, end, last=False):
+    """The first (or last) place in (start, end) of a file where a piece may end, or None."""
+    with open(path, "rb") as file:
+        starts = range(start, end, PIECE_MERGES)
+        for window in reversed(starts) if last else starts:
+            first = max(window - 2, 0)  # a place is told by two bytes before it and two after it
+            file.seek(first)
+            text = file.read(min(window + PIECE_MERGES, end) + 2 - first)
+            for pattern in SAFE:
+                places = [first + match.end() for match in pattern.finditer(text)]
+                places = [place for place in places if start < place < end]
+                if places:
+                    return places[-1] if last else places[0]
+    return None
+
+
+def cut_document(document, start, end, size, safe):
+    """Pieces of bytes [start, end) of a document, of about this size; `safe` where they may end only at SAFE places."""
+    while start < end:
+        stop = min(start + size, end)
+        if safe and stop < end:
+            stop = find_safe(document.path, stop, end) or end
+        yield Piece(document.path, start, stop, stop == document.size)
+        start = stop
+
+
+def bundle(pieces, size):
+    """Lists of consecutive pieces of about this size together, so that many small documents make few tasks."""
+    bundled, total = [], 0
+    for piece in pieces:
+        bundled.append(piece)
+        total += piece.end - piece.start
+        if total >= size:
+            yield bundled
+            bundled, total = [], 0
+    if bundled:
+        yield bundled
+
+
+def find_split(documents, position, splits):
+    """(number of a document, byte in it) where the validation part of merged tokens begins: the first place at or after a
+    byte of the corpus where text may be cut, or else the last one before it, or None."""
+    for number, document in enumerate(documents):
+        if position < document.size:
+            break
+        position -= document.size
+    if position == 0:
+        return number, 0
+    after = find_safe(document.path, position - 1, document.size) if splits else None
+    if after:
+        return number, after
+    if number + 1 < len(documents):
+        return number + 1, 0
+    before = find_safe(document.path, 0, position, last=True) if splits else None
+    return (number, before) if before else (number, 0) if number else None
+
+
+# --- the output directory
+# -----------------------------------------------------------------------------------------------------
+
+class Staging:
+    """OUT/.prepare, where files are made. A lock on it tells a process at work from the remains of one that was killed."""
+
+    def __init__(self, out, force):
+        self.out, self.path = out, os.path.join(out, ".prepare")
+        self.made = not os.path.isdir(out)
+        os.makedirs(out, exist_ok=True)
+        found = self.outputs()
+        if found and not force:
+            raise Fault(f"{out}: already holds {os.path.basename(found[0])}; give another --out, or --force to replace it")
+        os.makedirs(self.path, exist_ok=True)
+        self.lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self.lock)
+            raise Fault(f"{out}: another process is preparing it now") from None
+        for name in os.listdir(self.path):
+            os.unlink(self.file(name))
+
+    def file(self, name):
+        return os.path.join(self.path, name)
+
+    def outputs(self):
+        """What OUT holds of an earlier run."""
+        return [path for pattern in OUTPUTS for path in sorted(glob.glob(os.path.join(glob.escape(self.out), pattern)))]
+
+    def discard(self):
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+        if self.made:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.out)
+
+    def publish(self):
+        """Gives the files their final names: corpus.json is the first old one to go and the last new one to come."""
+        names = sorted(os.listdir(self.path), key=lambda name: (name == "corpus.json", name))
+        for name in names:
+            sync(self.file(name))
+        for path in self.outputs():
+            os.unlink(path)
+        for name in names:
+            os.rename(self.file(name), os.path.join(self.out, name))
+        os.rmdir(self.path)
+        os.close(self.lock)
+        sync(self.out)
+
+
+def sync(path):
+    """Waits until a file, or a directory's list of names, is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot, has nothing to wait for
+            raise Fault(f"{path}: cannot be written to the disk: {error.strerror}") from None
+    finally:
+        os.close(file)
+
+
+def header(magic_version, *fields):
+    return struct.pack("<256i", *magic_version, *fields, *[0] * (254 - len(fields)))
+
+
+def shard_header(width, count):
+    return header(SHARD_UINT16 if width == 2 else SHARD_UINT32, count - (1 << 32 if count >= 1 << 31 else 0))
+
+
+def shard_name(part, number):
+    return f"{part}_{number:06d}.bin"
+
+
+def write_file(path, data):
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        write_all(file, data, 0, path)
+    finally:
+        os.close(file)
+
+
+class ShardWriter:
+    """Packed tokens of one part, in order, to as many shards as they need."""
+
+    def __init__(self, staging, part, width, shard_tokens):
+        self.staging, self.part, self.width, self.shard_tokens = staging, part, width, shard_tokens
+        self.tokens, self.shards, self.count, self.file, self.path = 0, 0, 0, None, None
+
+    def write(self, packed):
+        view = memoryview(packed)
+        while view:
+            if self.file is None:
+                self.path = self.staging.file(shard_name(self.part, self.shards))
+                self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            take = min(self.shard_tokens - self.count, len(view) // self.width)
+            write_all(self.file, view[:take * self.width], HEADER_BYTES + self.count * self.width, self.path)
+            view = view[take * self.width:]
+            self.count += take
+            self.tokens += take
+            if self.count == self.shard_tokens:
+                self.close()
+
+    def close(self):
+        """Ends the open shard by writing its header; the next token opens another one."""
+        if self.file is not None:
+            write_all(self.file, shard_header(self.width, self.count), 0, self.path)
+            os.close(self.file)
+            self.file, self.count, self.shards = None, 0, self.shards + 1
+
+
+class Progress:
+    """A bar on standard error while that is a terminal."""
+
+    def __init__(self, total):
+        self.total, self.done, self.start, self.shown = total, 0, time.monotonic(), 0.0
+        self.terminal = sys.stderr.isatty()
+
+    def add(self, amount):
+        self.done += amount
+        now = time.monotonic()
+        if self.terminal and (now - self.shown > 0.2 or self.done == self.total):
+            self.shown = now
+            part = self.done / max(self.total, 1)
+            rate = self.done / max(now - self.start, 1e-9)
+            bar = "#" * int(30 * part)
+            sys.stderr.write(f"\r[{bar:30}] {100 * part:3.0f}%  {rate / 1e6:.1f} MB/s  "
+                             f"{(self.total - self.done) / max(rate, 1e-9):.0f} s left  ")
+            sys.stderr.flush()
+
+    def end(self):
+        if self.terminal and self.done:
+            sys.stderr.write("\r\033[K")
+
+
+# --- the two ways
+# -----------------------------------------------------------------------------------------------------------------
+
+def check_parts(counts, fraction):
+    """Either part must have a token to predict from and one to predict."""
+    for part, count in counts.items():
+        if count < 2:
+            raise Fault(f"the {part} part would have {count} tokens with --val-fraction {fraction:g}, expected at least 2; give "
+                        "more text or another fraction")
+
+
+def byte_tasks(documents, shards):
+    """(pieces, path, offset) for every stretch of tokens; shards: (path, tokens) of those that hold the corpus, in order."""
+    stream = iter(documents)
+    document, at = next(stream), 0
+    for path, tokens in shards:
+        offset, pieces, waiting = HEADER_BYTES, [], 0
+        while tokens:
+            take = min(tokens, PIECE - waiting, document.size + 1 - at)
+            end = min(at + take, document.size)
+            pieces.append(Piece(document.path, at, end, at + take > document.size))
+            at, tokens, waiting = at + take, tokens - take, waiting + take
+            if at > document.size:
+                document, at = next(stream, None), 0
+            if waiting == PIECE or not tokens:
+                yield pieces, path, offset
+                offset, pieces, waiting = offset + 2 * waiting, [], 0
+
+
+def prepare_bytes(documents, staging, args):
+    """Byte tokens: every place is known, so that processes write side by side. Returns tokens by part."""
+    total = sum(document.size + 1 for document in documents)
+    counts = {"train": total - int(total * args.val_fraction), "val": int(total * args.val_fraction)}
+    check_parts(counts, args.val_fraction)
+    shards = []
+    for part, count in counts.items():
+        for number, first in enumerate(range(0, count, args.shard_tokens)):
+            path, tokens = staging.file(shard_name(part, number)), min(args.shard_tokens, count - first)
+            write_file(path, shard_header(2, tokens))
+            shards.append((path, tokens))
+    progress = Progress(total)
+    for done in in_order(args.workers, place_bytes, byte_tasks(documents, shards)):
+        progress.add(done)
+    progress.end()
+    return counts
+
+
+def prepare_merged(documents, staging, args, tokenizer):
+    """Tokens of a tokenizer with merges: encoded side by side, written in order. Returns tokens by part."""
+    size = sum(document.size for document in documents)
+    split = find_split(documents, size - int(size * args.val_fraction), tokenizer.splits)
+    if not split:
+        raise Fault(f"{documents[0].path}: no place to cut a validation part off; give more text or more files")
+    number, byte = split
+    spans = {"train": [(document, 0, document.size) for document in documents[:number]] + [(documents[number], 0, byte)],
+             "val": [(documents[number], byte, documents[number].size)] +
+                    [(document, 0, document.size) for document in documents[number + 1:]]}
+    progress = Progress(size)
+    counts = {}
+    for part, stretches in spans.items():
+        writer = ShardWriter(staging, part, tokenizer.width, args.shard_tokens)
+        piece_size = PIECE_MERGES if tokenizer.splits else size
+        pieces = (piece for document, start, end in stretches
+                  for piece in cut_document(document, start, end, piece_size, safe=True))
+        tasks = ((pieces_, args.tokenizer, args.end_of_text) for pieces_ in bundle(pieces, PIECE_MERGES))
+        for packed, done in in_order(args.workers, encode_pieces, tasks):
+            writer.write(packed)
+            progress.add(done)
+        writer.close()
+        counts[part] = writer.tokens
+    progress.end()
+    check_parts(counts, args.val_fraction)
+    return counts
+
+
+def find_documents(paths):
+    documents = []
+    for path in paths:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+            raise Fault(f"--text {path}: is {kind}, expected a file of text")
+        if not status.st_size:
+            raise Fault(f"--text {path}: is empty, expected text")
+        documents.append(Document(path, status.st_size, int(status.st_mtime)))
+    return documents
+
+
+def write_builtin(path, size, seed):
+    """The sentences of a grammar, as many whole ones as make `size` bytes."""
+    with open(path, "w", encoding="ascii") as file:
+        for sentence in Grammar(seed).text(seed):
+            size -= file.write(sentence)
+            if size <= 0:
+                break
+
+
+def prepare(args):
+    tokenizer = open_tokenizer(args.tokenizer, args.end_of_text)
+    builtin = args.text == ["builtin"]
+    documents = [] if builtin else find_documents(args.text)
+    staging = Staging(args.out, args.force)
+    try:
+        rate = None
+        if builtin:
+            path = staging.file("builtin.txt")
+            write_builtin(path, args.builtin_bytes, args.seed)
+            documents = find_documents([path])
+            rate = Grammar(args.seed).entropy_rate() if args.tokenizer == "bytes" else None
+            sources = [{"path": "builtin", "bytes": documents[0].size, "seed": args.seed}]
+        else:
+            sources = [{"path": path, "bytes": size, "modified": modified} for path, size, modified in documents]
+        counts = prepare_merged(documents, staging, args, tokenizer) if tokenizer.encode else \
+            prepare_bytes(documents, staging, args)
+        if builtin:
+            os.unlink(path)
+        table = b"".join(bytes([len(text)]) + text for text in tokenizer.table)
+        write_file(staging.file("tokenizer.bin"), header(TOKENIZER, tokenizer.vocab, tokenizer.end_of_text) + table)
+        corpus = {"tokenizer": tokenizer.name, "vocab": tokenizer.vocab, "train_tokens": counts["train"],
+                  "val_tokens": counts["val"], "entropy_rate": rate, "sources": sources}
+        write_file(staging.file("corpus.json"), json.dumps(corpus, indent=1).encode() + b"\n")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # from here on it is a matter of a moment, and should be all or nothing
+        staging.publish()
+    except BaseException:
+        staging.discard()
+        raise
+    print(f"{args.out}: {counts['train']} training and {counts['val']} validation tokens, vocabulary {tokenizer.vocab}" +
+          (f", entropy rate {rate:.4f} nats a token" if rate else ""))
+
+
+def whole(least, most):
+    def parse(text):
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"got {value}, expected {least} to {most}")
+        return value
+    return parse
+
+
+def fraction_of(text):
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"got {value:g}, expected more than 0 and less than 1")
+    return value
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description="Turns text into the shards of tokens that train_gpt --data DIR reads.",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--text", nargs="+", required=True, metavar="FILE", help="text files, each one a document; or builtin: sentences "
+        "of a random grammar whose entropy rate is known")
+    add("--tokenizer", default="bytes", metavar="NAME", help="bytes, gpt2, a directory with vocab.bpe and encoder.json, or "
+        "a tokenizer.json of Hugging Face")
+    add("--out", required=True, metavar="DIR", help="where to write train_*.bin, val_*.bin, tokenizer.bin and corpus.json")
+    add("--val-fraction", type=fraction_of, default=0.1, metavar="F", help="part of the corpus, at its end, for validation")
+    add("--shard-tokens", type=whole(2, SHARD_LIMIT), default=100_000_000, metavar="N", help="most tokens in a shard")
+    add("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json; unset: the usual ones are tried")
+    add("--workers", type=whole(1, 4096), default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1, metavar="N", help="processes")
+    add("--builtin-bytes", type=whole(1, 1 << 40), default=4_000_000, metavar="N", help="size of the builtin corpus")
+    add("--seed", type=whole(0, 2**63 - 1), default=1, metavar="N", help="of the builtin corpus")
+    add("--force", action="store_true", help="replace the corpus that --out holds")
+    return parser.parse_args(argv)
+
+
+def stop(number, _frame):
+    raise Stopped(signal.Signals(number).name)
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        prepare(args)
+    except Fault as fault:
+        print(f"prepare.py: {fault}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"prepare.py: {error.filename or args.out}: {error.strerror}", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"prepare.py: stopped by {stopped}; {args.out} is as it was", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
