@@ -4,7 +4,7 @@
 It takes the trainer's options, reads the same shards in the same order, starts from the same checkpoint or the same seed,
 steps with torch.optim.AdamW, and writes the same log.jsonl, so that dev/compare.py can lay one curve over the other:
 
-    ./train_gpt --data data/text --model d4 --seq 64 --out runs/c
+    ./train_gpt --data data/text --layers 4 --heads 4 --dim 128 --seq 64 --out runs/c
     python3 dev/reference.py --config runs/c/config.json --out runs/torch    # the same options, and the same start
     python3 dev/compare.py runs/c runs/torch --png difference.png
 
@@ -33,177 +33,193 @@ class Fault(Exception):
     """What is wrong with the input, in one sentence."""
 
 
-# --- options -------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------------------------
 
-# Shapes of the published models: layers, heads, dim.
+# Shapes of the published models: layers, heads, dim. Source: Radford et al. 2019, table 2.
 MODELS = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 
-# Name, default, help. The type is that of the default; None is text.
+# Those of `train_gpt --help` that make sense here, with its defaults. Name, default, help; the type is that of the default.
 OPTIONS = [
-    ("data", None, "folder with train_*.bin, val_*.bin and tokenizer.bin"),
-    ("train", None, "glob of training shards, instead of --data"),
-    ("val", None, "glob of validation shards, instead of --data"),
-    ("model", None, "gpt2, gpt2-medium, gpt2-large, gpt2-xl or dN (N layers, 64*N wide); or the five sizes below"),
-    ("layers", 0, "transformer blocks"),
-    ("heads", 0, "attention heads"),
-    ("dim", 0, "channels"),
-    ("context", 0, "positions the model has; 0: --seq"),
-    ("vocab", 0, "tokens in the vocabulary; 0: those of tokenizer.bin"),
-    ("init", "random", "checkpoint to start from (folder or .safetensors), or random"),
-    ("out", None, "folder for log.jsonl, config.json and checkpoints"),
-    ("batch", 8, "sequences in a micro-step"),
-    ("seq", 0, "tokens in a sequence; 0: --context"),
-    ("batch-tokens", 0, "tokens in an update, a multiple of batch*seq; 0: batch*seq"),
-    ("steps", 1000, "updates"),
-    ("lr", 6e-4, "largest learning rate"),
-    ("warmup", 0, "updates until the learning rate is reached"),
-    ("schedule", "cosine", "cosine, linear, constant or wsd"),
-    ("lr-final", -1.0, "learning rate at the end; negative: lr/10"),
-    ("weight-decay", 0.1, "decay of matrices"),
-    ("beta1", 0.9, "decay of the first moment"),
-    ("beta2", 0.95, "decay of the second moment"),
+    ("data", "", "directory with train_*.bin, val_*.bin, tokenizer.bin"),
+    ("train", "", "glob of training shards, instead of DIR/train_*.bin"),
+    ("val", "", "glob of validation shards, instead of DIR/val_*.bin"),
+    ("model", "", "gpt2, gpt2-medium, gpt2-large, gpt2-xl, or dN: N layers, N heads, 64*N wide"),
+    ("layers", 0, "number of blocks; 0: as the model says"),
+    ("heads", 0, "attention heads a block; 0: as the model says"),
+    ("dim", 0, "channels, divisible by heads; 0: as the model says"),
+    ("context", 0, "positions the model can see; 0: 1024 for a named model, else --seq"),
+    ("vocab", 0, "tokens in the vocabulary; 0: as tokenizer.bin says, else 50257"),
+    ("init", "random", "random, a checkpoint directory, or a .safetensors file"),
+    ("out", "", "directory for log.jsonl, config.json and checkpoints"),
+    ("batch", 4, "sequences in a micro-step"),
+    ("seq", 1024, "tokens in a sequence, at most the context"),
+    ("batch-tokens", 0, "tokens in an update, a multiple of batch*seq: gradients accumulate; 0: batch*seq"),
+    ("steps", 1000, "updates in the whole run"),
+    ("lr", 6e-4, "peak learning rate"),
+    ("warmup", 100, "updates over which the learning rate rises linearly"),
+    ("schedule", "cosine", "cosine, linear, constant or wsd: course of the learning rate after warmup"),
+    ("lr-final", -1.0, "learning rate at the last update; -1: a tenth of --lr"),
+    ("weight-decay", 0.1, "decoupled weight decay, on matrices only"),
+    ("beta1", 0.9, "AdamW's decay of the first moment"),
+    ("beta2", 0.95, "AdamW's decay of the second moment"),
     ("eps", 1e-8, "AdamW's epsilon"),
-    ("clip", 1.0, "largest global norm of the gradient; 0: no limit"),
-    ("eval-every", 100, "updates between evaluations; 0: none"),
+    ("clip", 1.0, "largest global norm of the gradient; 0: no clipping"),
+    ("eval-every", 100, "validation loss every N updates, and at both ends; 0: never"),
     ("eval-tokens", 65536, "tokens of an evaluation"),
+    ("print-every", 10, "print a line every N updates (log.jsonl gets every one); 0: never"),
     ("device", "auto", "auto, cpu, cuda or cuda:N"),
     ("dtype", "fp32", "fp32, or bf16 for autocast"),
     ("attention", "materialised", "materialised, or sdpa: scaled_dot_product_attention (PyTorch 2)"),
-    ("seed", 1337, "seed of the order of windows and of --init random"),
+    ("seed", 1337, "of initial weights and of the order of the data"),
 ]
-# Options of a run that describe where and how it ran, not what it computed: --config does not take them over.
+CHOICES = {"schedule": ("cosine", "linear", "constant", "wsd"), "dtype": ("fp32", "bf16"),
+           "attention": ("materialised", "sdpa")}
+# What a run was called and where it ran is not taken over from its config.json.
 NOT_FROM_CONFIG = ("out", "device", "attention")
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     argument_default=argparse.SUPPRESS)
     for name, default, text in OPTIONS:
-        shown = "" if default is None else f" (default {default})"
-        parser.add_argument("--" + name, type=type(default) if default is not None else str, default=default,
-                            metavar="X", help=text + shown)
-    parser.add_argument("--config", metavar="FILE", help="config.json of a run of train_gpt: its options become the defaults")
+        shown = "" if default == "" else f" [{default}]"
+        parser.add_argument("--" + name, type=type(default), metavar="X", help=text + shown)
+    parser.add_argument("--config", metavar="FILE", help="config.json of a run of train_gpt: its options are the defaults")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model (PyTorch 2)")
     parser.add_argument("--tf32", action="store_true", help="allow TF32 products in fp32 mode")
-    parser.add_argument("--save", action="store_true", help="write the final checkpoint")
+    parser.add_argument("--save", action="store_true", help="write the first and the last checkpoint")
     return parser
 
 
+def key_of(name):
+    return name.replace("-", "_")
+
+
 def read_json(path):
+    """The object in a JSON file."""
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            value = json.load(file)
     except OSError as fault:
         raise Fault(f"{path}: {fault.strerror}") from None
     except ValueError as fault:
         raise Fault(f"{path}: not JSON: {fault}") from None
+    if not isinstance(value, dict):
+        raise Fault(f"{path}: holds {type(value).__name__}, expected an object")
+    return value
 
 
-def config_defaults(path):
-    """The options of a train_gpt run that this program has too, by the types of the table."""
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise Fault(f"{path}: holds {type(config).__name__}, expected an object of options")
-    defaults = {}
+def config_options(path):
+    """The options of a run of train_gpt that this program has too."""
+    config, options = read_json(path), {}
     for name, default, _ in OPTIONS:
-        key = name.replace("-", "_")
-        value = config.get(key)
+        value = config.get(key_of(name))
         if value is None or name in NOT_FROM_CONFIG:
             continue
-        kind = str if default is None else type(default)
-        allowed = (int, float) if kind is float else kind
-        if isinstance(value, bool) or not isinstance(value, allowed):
-            raise Fault(f"{path}: {key} is {json.dumps(value)}, expected {kind.__name__}")
-        defaults[key] = kind(value)
-    return defaults
-
-
-def parse_options(arguments):
-    parser = build_parser()
-    first = parser.parse_args(arguments)
-    if first.config:
-        parser.set_defaults(**config_defaults(first.config))
-    options = parser.parse_args(arguments)
-    for name, allowed in (("schedule", ("cosine", "linear", "constant", "wsd")), ("dtype", ("fp32", "bf16")),
-                          ("attention", ("materialised", "sdpa"))):
-        if getattr(options, name) not in allowed:
-            raise Fault(f"--{name} is '{getattr(options, name)}', expected one of {', '.join(allowed)}")
-    for name in ("batch", "lr", "eps"):
-        if not getattr(options, name) > 0:
-            raise Fault(f"--{name} is {getattr(options, name)}, expected more than 0")
-    for name in ("layers", "heads", "dim", "context", "vocab", "seq", "batch_tokens", "steps", "warmup", "weight_decay",
-                 "clip", "eval_every", "eval_tokens"):
-        if not getattr(options, name) >= 0:
-            raise Fault(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected 0 or more")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(options, name) < 1:
-            raise Fault(f"--{name} is {getattr(options, name)}, expected 0 or more and below 1")
-    if not options.out:
-        raise Fault("--out is missing: the folder for log.jsonl")
-    if options.attention == "sdpa" and not hasattr(F, "scaled_dot_product_attention"):
-        raise Fault(f"--attention sdpa needs PyTorch 2, this is {torch.__version__}")
-    if options.compile and not hasattr(torch, "compile"):
-        raise Fault(f"--compile needs PyTorch 2, this is {torch.__version__}")
+        kind = type(default)
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise Fault(f"{path}: {key_of(name)} is {json.dumps(value)}, expected {kind.__name__}")
+        options[key_of(name)] = kind(value)
     return options
 
 
-def resolve_data(options):
-    """Fills --train, --val and --vocab from --data."""
-    if options.data:
-        options.train = options.train or os.path.join(glob.escape(options.data), "train_*.bin")
-        options.val = options.val or os.path.join(glob.escape(options.data), "val_*.bin")
-        tokenizer = os.path.join(options.data, "tokenizer.bin")
-        if not options.vocab and os.path.exists(tokenizer):
-            options.vocab = tokenizer_vocab(tokenizer)
-    if not options.train:
-        raise Fault("no training data: say --data DIR or --train GLOB")
+def parse_options(arguments):
+    """The options, and which of them the command line gave."""
+    given = vars(build_parser().parse_args(arguments))
+    values = {key_of(name): default for name, default, _ in OPTIONS}
+    values.update(compile=False, tf32=False, save=False)
+    if "config" in given:
+        values.update(config_options(given.pop("config")))
+    values.update(given)
+    check_options(values)
+    return argparse.Namespace(**values), given
+
+
+def check_options(values):
+    for name, default, _ in OPTIONS:
+        value = values[key_of(name)]
+        if name in CHOICES and value not in CHOICES[name]:
+            raise Fault(f"--{name}: got '{value}', expected one of {', '.join(CHOICES[name])}")
+        if type(default) is str:
+            continue
+        least = {"batch": 1, "seq": 1, "eval-tokens": 1, "lr-final": -1}.get(name, 0)
+        if not least <= value < (1 if name in ("beta1", "beta2") else math.inf):
+            raise Fault(f"--{name}: got {value}, expected " + ("0 to below 1" if "beta" in name else f"at least {least}"))
+    if not values["out"]:
+        raise Fault("--out DIR is missing: where log.jsonl goes")
+    if values["attention"] == "sdpa" and not hasattr(F, "scaled_dot_product_attention"):
+        raise Fault(f"--attention sdpa needs PyTorch 2, this is {torch.__version__}")
+    if values["compile"] and not hasattr(torch, "compile"):
+        raise Fault(f"--compile needs PyTorch 2, this is {torch.__version__}")
 
 
 def tokenizer_vocab(path):
     """Number of tokens in tokenizer.bin (data/tokenizer.h)."""
     header = numpy.fromfile(path, dtype="<i4", count=4)
     if len(header) < 4 or header[0] != 20240328 or header[1] != 2:
-        raise Fault(f"{path}: starts with {list(map(int, header[:2]))}, expected magic 20240328 and version 2")
+        raise Fault(f"{path}: starts with {header[:2].tolist()}, expected magic 20240328 and version 2")
     return int(header[2])
 
 
-def resolve_model(options):
-    """Fills the sizes of the model from --init or --model, and what depends on them."""
+def resolve_options(options, given):
+    """Fills in what follows from other options, as the trainer does."""
+    if options.data:
+        folder = glob.escape(options.data)
+        options.train = options.train or os.path.join(folder, "train_*.bin")
+        options.val = options.val or os.path.join(folder, "val_*.bin")
+        tokenizer = os.path.join(options.data, "tokenizer.bin")
+        if os.path.exists(tokenizer):
+            options.vocab = options.vocab or tokenizer_vocab(tokenizer)
     if options.init != "random" and os.path.isdir(options.init):
-        config = read_json(os.path.join(options.init, "config.json"))
-        for key, name in (("n_layer", "layers"), ("n_head", "heads"), ("n_embd", "dim"), ("n_positions", "context"),
-                          ("vocab_size", "vocab")):
-            if not isinstance(config, dict) or not isinstance(config.get(key), int):
-                raise Fault(f"{options.init}/config.json: {key} is missing or no integer")
-            setattr(options, name, config[key])
-    elif options.model in MODELS:
-        sizes = MODELS[options.model]
-        options.layers, options.heads, options.dim = (getattr(options, name) or size
-                                                      for name, size in zip(("layers", "heads", "dim"), sizes))
-        options.context = options.context or 1024
-    elif options.model:
-        if not (options.model[:1] == "d" and options.model[1:].isdigit() and int(options.model[1:]) > 0):
-            raise Fault(f"--model is '{options.model}', expected one of {', '.join(MODELS)} or dN")
-        depth = int(options.model[1:])
-        options.layers, options.heads = options.layers or depth, options.heads or depth
-        options.dim = options.dim or 64 * depth
-    options.seq = options.seq or options.context
-    options.context = options.context or options.seq
-    for name in ("layers", "heads", "dim", "vocab", "seq"):
-        if not getattr(options, name):
-            raise Fault(f"--{name} is not known: say it, or --model, or --init with a checkpoint folder")
-    if options.dim % options.heads:
-        raise Fault(f"--dim {options.dim} is not divisible by --heads {options.heads}")
+        resolve_from_checkpoint(options, given)
+    resolve_from_model(options)
+    options.vocab = options.vocab or 50257
+    options.context = options.context or (1024 if options.model else options.seq)
+    if "seq" not in given:
+        options.seq = min(options.seq, options.context)
     if options.seq > options.context:
-        raise Fault(f"--seq {options.seq} is above the model's context of {options.context}")
+        raise Fault(f"--seq {options.seq} is longer than the context of the model, {options.context}")
+    if options.dim % options.heads:
+        raise Fault(f"dim {options.dim} is not divisible by heads {options.heads}")
     micro = options.batch * options.seq
     options.batch_tokens = options.batch_tokens or micro
     if options.batch_tokens % micro:
-        raise Fault(f"--batch-tokens {options.batch_tokens} is no multiple of batch*seq = {micro}")
+        raise Fault(f"--batch-tokens {options.batch_tokens} is not a multiple of --batch {options.batch} times --seq "
+                    f"{options.seq}")
     if options.lr_final < 0:
         options.lr_final = options.lr / 10
+    if options.warmup > options.steps:
+        if "warmup" in given and options.steps:
+            raise Fault(f"--warmup {options.warmup} is longer than the run of --steps {options.steps}")
+        options.warmup = options.steps // 10
 
 
-# --- shards (data/shards.h) ------------------------------------------------------------------------------------------------
+def resolve_from_checkpoint(options, given):
+    path = os.path.join(options.init, "config.json")
+    config = read_json(path)
+    for key, name in (("n_layer", "layers"), ("n_head", "heads"), ("n_embd", "dim"), ("n_positions", "context"),
+                      ("vocab_size", "vocab")):
+        size = config.get(key)
+        if not isinstance(size, int) or size < 1:
+            raise Fault(f"{path}: {key} is {json.dumps(size)}, expected a size")
+        if given.get(name, size) not in (0, size):
+            raise Fault(f"--{name} {given[name]} disagrees with {path}, whose model has {size}")
+        setattr(options, name, size)
+
+
+def resolve_from_model(options):
+    name = options.model or "gpt2"
+    if name in MODELS:
+        sizes = MODELS[name]
+    elif name[0] == "d" and name[1:].isdigit() and int(name[1:]):
+        sizes = int(name[1:]), int(name[1:]), 64 * int(name[1:])
+    else:
+        raise Fault(f"--model: got '{name}', expected {', '.join(MODELS)} or dN")
+    for part, size in zip(("layers", "heads", "dim"), sizes):
+        setattr(options, part, getattr(options, part) or size)
+
+
+# --- shards (data/shards.h) -----------------------------------------------------------------------------------------
 
 HEADER_BYTES = 1024
 FORMS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, type of a token
@@ -266,7 +282,7 @@ class Shards:
         return [i * self.total // n for i in range(n)]
 
 
-# --- the order of windows (data/loader.h) ----------------------------------------------------------------------------------
+# --- the order of windows (data/loader.h) ---------------------------------------------------------------------------
 
 MASK64 = (1 << 64) - 1
 
@@ -337,7 +353,7 @@ def split(rows):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-# --- checkpoints in Hugging Face's layout (data/safetensors.h, data/checkpoint.h) -----------------------------------------
+# --- checkpoints in Hugging Face's layout (data/safetensors.h, data/checkpoint.h) -----------------------------------
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
@@ -438,7 +454,7 @@ def save_checkpoint(model, options, step):
     return path
 
 
-# --- the model: GPT-2 as published, modules named as in Hugging Face's files -----------------------------------------------
+# --- the model: GPT-2 as published, modules named as in Hugging Face's files ----------------------------------------
 
 class Attention(torch.nn.Module):
     def __init__(self, dim, heads, sdpa):
@@ -538,7 +554,7 @@ def init_random(model, seed):
             parameter.data[row] = torch.from_numpy(normal.astype(numpy.float32))
 
 
-# --- optimizer ---------------------------------------------------------------------------------------------------------------
+# --- optimizer ------------------------------------------------------------------------------------------------------
 
 def make_optimizer(model, options):
     """AdamW; matrices decay, vectors do not."""
@@ -551,7 +567,7 @@ def make_optimizer(model, options):
 
 
 def learning_rate(options, step):
-    """Of update `step`, counted from 1, rounded to fp32 as the trainer holds it."""
+    """Of update `step`, counted from 1."""
     lr, final = options.lr, options.lr_final
     if step <= options.warmup:
         rate = lr * step / options.warmup
@@ -566,7 +582,7 @@ def learning_rate(options, step):
             rate = lr + (final - lr) * (step - stable) / (options.steps - stable)
         else:
             rate = lr
-    return float(numpy.float32(rate))
+    return rate
 
 
 def clip_gradients(parameters, limit):
@@ -579,7 +595,7 @@ def clip_gradients(parameters, limit):
     return norm
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------------------------
 
 class Run:
     """One training run: its data, model, optimizer and log."""
@@ -597,11 +613,22 @@ class Run:
             load_parameters(self.model, options.init)
         self.model.to(self.device)
         self.forward = torch.compile(self.model) if options.compile else self.model
-        self.train = Shards(options.train, options.seq, options.vocab)
-        self.val = Shards(options.val, options.seq, options.vocab) if options.val and options.eval_every else None
-        self.loader = Loader(self.train, options.batch, options.seed)
+        self.train = self.val = None
+        if options.train or options.steps:  # without steps only the initial checkpoint is wanted
+            self.open_data()
         self.optimizer = make_optimizer(self.model, options)
         self.seconds = 0.0
+
+    def open_data(self):
+        options = self.options
+        if not options.train:
+            raise Fault("nothing to train on: give --data DIR or --train GLOB")
+        self.train = Shards(options.train, options.seq, options.vocab)
+        self.loader = Loader(self.train, options.batch, options.seed)
+        if options.eval_every:
+            if not options.val:
+                raise Fault("no validation data: give --val GLOB, or turn evaluation off with --eval-every 0")
+            self.val = Shards(options.val, options.seq, options.vocab)
 
     def losses(self, inputs, targets):
         """Loss of every token (B, T), on the device."""
@@ -631,7 +658,7 @@ class Run:
             total += losses.detach().sum(dtype=torch.float64)
         rate = learning_rate(options, step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = float(numpy.float32(rate))  # as the trainer's AdamW takes it
         norm = clip_gradients(list(self.model.parameters()), options.clip)
         loss = float(total) / options.batch_tokens
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -654,7 +681,7 @@ def open_out(options):
         os.makedirs(options.out, exist_ok=True)
         log = open(path, "w", encoding="utf-8", buffering=1)
         with open(os.path.join(options.out, "config.json"), "w", encoding="utf-8") as file:
-            json.dump({name: value for name, value in sorted(vars(options).items()) if value is not None}, file, indent=2)
+            json.dump(vars(options), file, indent=2)
             file.write("\n")
     except OSError as fault:
         raise Fault(f"--out {options.out}: {fault.strerror}") from None
@@ -668,24 +695,24 @@ def write_record(log, record):
 def evaluate_and_log(run, log, step):
     loss = run.evaluate()
     write_record(log, {"step": step, "val_loss": loss})
-    print(f"step {step:5d}/{run.options.steps}  val_loss {loss:.6f}", flush=True)
+    print(f"step {step:6d}/{run.options.steps}  validation loss {loss:.4f}", flush=True)
 
 
 def train(options):
-    run = Run(options)
-    log = open_out(options)
+    run, log = Run(options), open_out(options)
     count = sum(p.numel() for p in run.model.parameters())
     print(f"PyTorch {torch.__version__} on {run.device}, {options.dtype}, attention {options.attention}; "
-          f"{count} parameters, {run.train.total} windows of {options.seq} tokens", flush=True)
-    if options.steps == 0 or (options.save and options.init == "random"):
+          f"{count} parameters, {run.train.total if run.train else 0} windows of {options.seq} tokens", flush=True)
+    if options.save or not options.steps:
         print("wrote " + save_checkpoint(run.model, options, 0))
-    if run.val and options.steps:
+    if run.val:
         evaluate_and_log(run, log, 0)
     for step in range(1, options.steps + 1):
         record = run.update(step)
         write_record(log, record)
-        print("step {step:5d}/{steps}  loss {loss:.6f}  norm {grad_norm:.4f}  lr {lr:.3e}  {ms:.1f} ms  "
-              "{tokens_per_second:.0f} tok/s".format(steps=options.steps, **record), flush=True)
+        if options.print_every and (step % options.print_every == 0 or step == options.steps):
+            print("step {step:6d}/{steps}  loss {loss:.4f}  norm {grad_norm:.3f}  lr {lr:.2e}  {ms:.1f} ms  "
+                  "{tokens_per_second:.0f} tokens/s".format(steps=options.steps, **record), flush=True)
         if run.val and (step % options.eval_every == 0 or step == options.steps):
             evaluate_and_log(run, log, step)
     if options.save and options.steps:
@@ -695,9 +722,8 @@ def train(options):
 
 def main(arguments):
     try:
-        options = parse_options(arguments)
-        resolve_data(options)
-        resolve_model(options)
+        options, given = parse_options(arguments)
+        resolve_options(options, given)
         train(options)
     except Fault as fault:
         print(f"reference.py: {fault}", file=sys.stderr)
