@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""dev/compare.py: its figures, its exit status, its sentences for bad input, and the picture where matplotlib is there."""
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+from check import check, end, skip, test  # noqa: E402
+
+COMPARE = os.path.join(HERE, "..", "dev", "compare.py")
+FOLDER = tempfile.TemporaryDirectory()
+
+
+def path(name):
+    return os.path.join(FOLDER.name, name)
+
+
+def write_run(name, losses, evaluations=None, extra=""):
+    """A run folder: losses by step, validation losses by step, more lines at the end."""
+    os.makedirs(path(name), exist_ok=True)
+    lines = [{"step": step, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "ms": 10.0, "tokens_per_second": 1e4, "mfu": None}
+             for step, loss in losses.items()]
+    lines += [{"step": step, "val_loss": loss} for step, loss in (evaluations or {}).items()]
+    with open(os.path.join(path(name), "log.jsonl"), "w", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines) + extra)
+    return path(name)
+
+
+def compare(*arguments, python=sys.executable):
+    process = subprocess.run([python, COMPARE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return process.returncode, process.stdout, process.stderr
+
+
+def row_of(output, run, key):
+    """The cells of the table's row for a run and a key."""
+    for line in output.splitlines():
+        if line.split()[:2] == [run, key]:
+            return line.split()[2:]
+    return None
+
+
+def check_row(output, run, key, expected):
+    row = row_of(output, run, key)
+    check(row == expected, f"row of {run} {key} is {row}, expected {expected} in\n{output}")
+
+
+def test_figures():
+    with test("differences over common steps only: count, largest, its step, mean"):
+        a = write_run("a", {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}, {0: 5.0, 4: 1.5})
+        b = write_run("b", {2: 3.5, 3: 1.75, 4: 1.0, 5: 9.0}, {4: 1.5})
+        status, output, errors = compare(a, b)
+        check(status == 0, "status", status, errors)
+        check_row(output, "b", "loss", ["3", "5.000e-01", "2", "2.500e-01"])
+        check_row(output, "b", "val_loss", ["1", "0.000e+00", "4", "0.000e+00"])
+        check_row(output, "b", "grad_norm", ["3", "0.000e+00", "2", "0.000e+00"])
+    with test("every run is compared with the first, a log.jsonl counts as a run"):
+        c = os.path.join(write_run("c", {1: 4.5}), "log.jsonl")
+        status, output, _ = compare(a, b, c)
+        check(status == 0, "status", status)
+        check_row(output, "b", "loss", ["3", "5.000e-01", "2", "2.500e-01"])
+        check_row(output, "c/log.jsonl", "loss", ["1", "5.000e-01", "1", "5.000e-01"])
+    with test("a step that comes twice counts as the later line says"):
+        again = write_run("again", {1: 4.0, 2: 7.0}, extra=json.dumps({"step": 2, "loss": 3.0}) + "\n")
+        status, output, _ = compare(a, again)
+        check_row(output, "again", "loss", ["2", "0.000e+00", "1", "0.000e+00"])
+    with test("samples and unknown numbers in a log do not disturb"):
+        other = write_run("other", {1: 4.0}, extra='{"step": 1, "sample": "text", "temperature": 0.5}\n\n')
+        status, output, errors = compare(a, other)
+        check(status == 0, "status", status, errors)
+        check_row(output, "other", "loss", ["1", "0.000e+00", "1", "0.000e+00"])
+
+
+def test_limits():
+    a = write_run("a", {1: 4.0, 2: 3.0}, {2: 1.0})
+    b = write_run("b", {1: 4.0, 2: 3.001}, {2: 2.0})
+    with test("--max-difference decides the exit status and names the step"):
+        check(compare(a, b, "--max-difference", "0.002")[0] == 0, "0.001 is not above 0.002")
+        status, _, errors = compare(a, b, "--max-difference", "0.0005")
+        check(status == 1, "status", status)
+        check("step 2" in errors and "0.0005" in errors, errors)
+        check(compare(a, a, "--max-difference", "0")[0] == 0, "a run differs from itself")
+    with test("--key says which difference counts"):
+        check(compare(a, b, "--max-difference", "0.5", "--key", "val_loss")[0] == 1, "1.0 passed 0.5")
+        check(compare(a, b, "--max-difference", "0.5", "--key", "lr")[0] == 0, "equal lr failed")
+    with test("a NaN is above every limit"):
+        nan = write_run("nan", {1: 4.0, 2: math.nan})
+        status, output, errors = compare(a, nan, "--max-difference", "1e9")
+        check(status == 1, "status", status, errors)
+        check_row(output, "nan", "loss", ["2", "nan", "2", "nan"])
+    with test("no step in common is a failure"):
+        late = write_run("late", {7: 4.0})
+        status, _, errors = compare(a, late)
+        check(status == 1 and "common" in errors, status, errors)
+
+
+def test_bad_input():
+    a = write_run("a", {1: 4.0})
+    for name, extra, words in (("cut", '{"step": 2, "lo', ":2: not JSON"), ("list", "[1, 2]\n", ":2: is list"),
+                               ("stepless", '{"loss": 1}\n', ":2: step is null"), ("half", '{"step": 1.5}\n', "1.5"),
+                               ("flag", '{"step": 2, "loss": true}\n', ":2: loss is true"),
+                               ("deep", "[" * 100000 + "\n", ":2: not JSON"),
+                               ("huge", '{"step": 1' + "0" * 500 + "}\n", ":2: step")):
+        with test(f"a bad line is named by file and number: {name}"):
+            bad = write_run("bad_" + name, {1: 4.0}, extra=extra)
+            status, _, errors = compare(a, bad)
+            check(status == 2, "status", status, errors[-300:])
+            check("log.jsonl" + words in errors or ("log.jsonl:2" in errors and words in errors), errors[-300:])
+            check("Traceback" not in errors, errors[-300:])
+    with test("a missing run, an empty one and an unknown key are sentences"):
+        empty = write_run("empty", {})
+        for arguments, words in (((path("nowhere"), a), "No such file"), ((a, empty), "no step"),
+                                 ((a, a, "--key", "speed"), "has no speed")):
+            status, _, errors = compare(*arguments)
+            check(status == 2 and words in errors and "Traceback" not in errors, status, errors)
+
+
+def python_with_matplotlib():
+    for python in (sys.executable, "/usr/bin/python3"):
+        command = [python, "-c", "import matplotlib"]
+        if os.path.exists(python) and subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0:
+            return python
+    return None
+
+
+def test_picture():
+    python = python_with_matplotlib()
+    cases = {"short": ({1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.1}), "equal": ({1: 4.0}, {1: 4.0}), "apart": ({1: 4.0}, {2: 4.0}),
+             "long": ({s: 5 / s for s in range(1, 20001)}, {s: 5 / s + 1e-6 * (s % 7) for s in range(1, 20001)}),
+             "broken": ({1: 4.0, 2: math.nan, 3: 2.0}, {1: 4.0, 2: 3.0, 3: math.inf})}
+    for name, (left, right) in cases.items():
+        with test(f"the picture of {name} runs"):
+            if not python:
+                skip("no Python with matplotlib")
+            png = path(name + ".png")
+            runs = write_run("left", left, {1: 4.0}), write_run("right", right)
+            _, output, errors = compare(*runs, "--png", png, python=python)
+            check("drew" in output and "Traceback" not in errors and "Warning" not in errors, output, errors)
+            with open(png, "rb") as file:
+                check(file.read(8) == b"\x89PNG\r\n\x1a\n", "not a PNG")
+    with test("the picture of one run alone"):
+        if not python:
+            skip("no Python with matplotlib")
+        status, output, errors = compare(write_run("left", {1: 4.0, 2: 3.0}), "--png", path("one.png"), python=python)
+        check(status == 0 and "drew" in output, status, output, errors)
+    with test("a picture that cannot be written is a sentence"):
+        if not python:
+            skip("no Python with matplotlib")
+        status, _, errors = compare(write_run("left", {1: 4.0}), "--png", path("nowhere/x.png"), python=python)
+        check(status == 2 and "Traceback" not in errors, status, errors)
+    with test("without matplotlib the numbers come all the same"):
+        block = path("block")
+        os.makedirs(os.path.join(block, "matplotlib"), exist_ok=True)
+        with open(os.path.join(block, "matplotlib", "__init__.py"), "w", encoding="utf-8") as file:
+            file.write("raise ImportError('blocked')\n")
+        run = write_run("left", {1: 4.0})
+        process = subprocess.run([sys.executable, COMPARE, run, run, "--png", path("no.png")], stdout=subprocess.PIPE,
+                                 text=True, env={**os.environ, "PYTHONPATH": block})
+        check(process.returncode == 0 and "not drawn" in process.stdout and "0.000e+00" in process.stdout, process.stdout)
+        check(not os.path.exists(path("no.png")), "it drew")
+
+
+test_figures()
+test_limits()
+test_bad_input()
+test_picture()
+end()
