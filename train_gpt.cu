@@ -6,7 +6,6 @@
  *     train       update after update: micro-steps, norm, AdamW; evaluation, sample, checkpoint when they are due
  */
 #include <errno.h>
-#include <glob.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
@@ -94,6 +93,10 @@ static int setup_start(Trainer *t)
         }
         snprintf(t->saved_path, sizeof t->saved_path, "%s", t->start_path);
     } else if (strcmp(o->init, "random")) {
+        if (access(o->init, R_OK)) {
+            error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
+            return EXIT_MACHINE;
+        }
         snprintf(t->start_path, sizeof t->start_path, "%s", o->init);
     }
     return 0;

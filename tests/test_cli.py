@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""The command line: every bad input gets one sentence that names what was got and what was expected, a non-zero exit status, and
+leaves what was there alone. Good input gets what --help promises."""
+import json
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from check import check, end, skip, test  # noqa: E402
+from trainer_runs import ROOT, TINY, TRAIN, read_log, train, write_corpus, write_shard, write_tokenizer  # noqa: E402
+
+TMP = tempfile.mkdtemp(prefix="flashgpt-cli-")
+DATA = write_corpus(os.path.join(TMP, "data"))
+SMALL = [*TINY, "--data", DATA, "--steps", "2", "--eval-every", "0", "--print-every", "0"]
+
+FREE = ["--seq", "16", "--batch", "4", "--warmup", "0", "--data", DATA, "--steps", "2", "--eval-every", "0"]  # the shape is the checkpoint's
+
+
+def refused(status, words, *options):
+    """The trainer refuses `options` with this status and one sentence that holds all of `words`."""
+    got, out, err = train(*options)
+    check(got == status, f"status {got}, expected {status}:", out, err)
+    lines = err.strip().split("\n")
+    check(len(lines) == 1 and lines[0].startswith("train_gpt: "), "expected one sentence on stderr, got:", err)
+    for word in words:
+        check(str(word) in err, f"'{word}' is missing in:", err)
+
+
+def bad_options():
+    cases = [
+        ("an unknown option, with the nearest", 2, ["--bathc", "did you mean --batch?"], ["--bathc", "3"]),
+        ("an unknown option far from all", 2, ["--zzzzzzzzzz", "--help"], ["--zzzzzzzzzz"]),
+        ("a word that belongs to no option", 2, ["'extra'"], ["extra"]),
+        ("a count that is a word", 2, ["--batch", "'abc'", "whole number"], ["--batch", "abc"]),
+        ("a count with a tail", 2, ["--batch", "'12x'"], ["--batch", "12x"]),
+        ("an empty count", 2, ["--batch", "''"], ["--batch", ""]),
+        ("a count of zero where one is least", 2, ["--batch", "got 0", "from 1"], ["--batch", "0"]),
+        ("a negative count", 2, ["--steps", "got -1", "from 0"], ["--steps", "-1"]),
+        ("a count beyond 64 bits", 2, ["--seed", "99999999999999999999"], ["--seed", "99999999999999999999"]),
+        ("a number that is a word", 2, ["--lr", "'fast'"], ["--lr", "fast"]),
+        ("a number that is not finite", 2, ["--lr", "'nan'"], ["--lr", "nan"]),
+        ("a choice that is none", 2, ["--schedule", "'cos'", "cosine|linear|constant|wsd"], ["--schedule", "cos"]),
+        ("a missing value", 2, ["--batch", "needs a value"], ["--batch"]),
+        ("a value for a flag", 2, ["--resume", "takes no value"], ["--resume=1"]),
+        ("a dim that heads do not divide", 2, ["130", "4", "divisible"], [*SMALL, "--dim", "130", "--heads", "4"]),
+        ("a sequence above the context", 2, ["--seq", "64", "32"], [*SMALL, "--seq", "64", "--context", "32"]),
+        ("an unknown model", 2, ["--model", "'gpt5'", "gpt2-xl"], [*SMALL, "--model", "gpt5"]),
+        ("batch tokens that do not divide", 2, ["--batch-tokens", "100", "64"], [*SMALL, "--batch-tokens", "100"]),
+        ("a warmup longer than the run", 2, ["--warmup", "50", "--steps", "2"], [*SMALL, "--warmup", "50"]),
+        ("a vocabulary below the tokenizer's", 2, ["--vocab", "50", "257"], [*SMALL, "--vocab", "50"]),
+        ("an unknown device", 2, ["--device", "'tpu'", "cuda:N"], [*SMALL, "--device", "tpu"]),
+        ("bf16 on the CPU", 2, ["--dtype bf16", "GPU"], [*SMALL, "--device", "cpu", "--dtype", "bf16"]),
+        ("an unknown attention kernel", 2, ["'fast'", "tiled"], [*SMALL, "--device", "cpu", "--attention", "fast"]),
+        ("an attention file that is not there", 2, ["none.so"], [*SMALL, "--attention", TMP + "/none.so"]),
+        ("no data", 2, ["--data", "--train"], [*TINY]),
+        ("no validation data", 2, ["validation", "--val", "--eval-every 0"], [*TINY, "--train", DATA + "/train_*.bin"]),
+        ("samples without a tokenizer", 2, ["tokenizer.bin"],
+         [*TINY, "--train", DATA + "/train_*.bin", "--eval-every", "0", "--sample-every", "1"]),
+        ("resume without a directory", 2, ["--resume", "--out"], [*SMALL, "--resume"]),
+        ("resume of a directory that is not there", 2, ["none"], [*SMALL, "--resume", "--out", TMP + "/none"]),
+        ("resume and init together", 2, ["--resume", "--init"], [*SMALL, "--resume", "--init", "x", "--out", TMP]),
+    ]
+    for name, status, words, options in cases:
+        with test("refuses " + name):
+            refused(status, words, *options)
+
+
+def bad_data():
+    folder = os.path.join(TMP, "bad")
+    os.makedirs(folder)
+
+    def shard_case(name, words, write):
+        path = os.path.join(folder, "x.bin")
+        with test("refuses " + name):
+            write(path)
+            refused(1, words, *TINY, "--vocab", 97, "--train", path, "--eval-every", 0)
+
+    def raw(data):
+        def write(path):
+            with open(path, "wb") as file:
+                file.write(data)
+        return write
+
+    header = struct.pack("<256i", 20240520, 1, 100, *[0] * 253)
+    shard_case("an empty shard", ["x.bin", "empty"], raw(b""))
+    shard_case("a header cut short", ["x.bin", "1024"], raw(header[:500]))
+    shard_case("a shard cut short", ["x.bin", "100"], raw(header + b"\1\0" * 99))
+    shard_case("a shard of another version", ["x.bin", "version", "9"], raw(struct.pack("<256i", 20240520, 9, 4, *[0] * 253) + b"\1\0" * 4))
+    shard_case("a shard too short for a window", ["x.bin", "16"], lambda path: write_shard(path, [1] * 10))
+    shard_case("a token beyond the vocabulary", ["x.bin", "29", "97"], lambda path: write_shard(path, [1] * 29 + [97] + [1] * 70))
+    with test("refuses a glob that matches nothing"):
+        refused(1, ["nothing_*.bin"], *TINY, "--train", folder + "/nothing_*.bin", "--eval-every", 0)
+    with test("refuses a data directory without shards"):
+        refused(1, ["train_*.bin"], *TINY, "--data", folder)
+    with test("refuses a directory in place of a shard"):
+        refused(1, [folder], *TINY, "--train", folder, "--eval-every", 0)
+    with test("refuses a foreign tokenizer"):
+        other = write_corpus(os.path.join(TMP, "foreign"))
+        raw(b"not a tokenizer")(os.path.join(other, "tokenizer.bin"))
+        refused(1, ["tokenizer.bin"], *TINY, "--data", other)
+    with test("refuses not enough memory, by how much, and says what would fit"):
+        refused(1, ["GiB are free", "too few", "--batch"], *TINY, "--data", DATA, "--seq", 400, "--batch", 16777216)
+
+
+def bad_out():
+    run = os.path.join(TMP, "used")
+    with test("refuses a directory that holds a run, and leaves it as it was"):
+        status, _, err = train(*SMALL, "--out", run)
+        check(status == 0, err)
+        before = {name: os.stat(os.path.join(run, name)).st_mtime_ns for name in os.listdir(run) if not name.startswith(".")}
+        refused(2, [run, "--resume"], *SMALL, "--out", run)
+        after = {name: os.stat(os.path.join(run, name)).st_mtime_ns for name in os.listdir(run) if not name.startswith(".")}
+        check(before == after, before, after)
+    with test("refuses an --out that is a file"):
+        path = os.path.join(TMP, "file")
+        open(path, "w").close()
+        refused(2, [path], *SMALL, "--out", path)
+    with test("refuses an --out that cannot be made"):
+        refused(2, ["/proc/none"], *SMALL, "--out", "/proc/none/x")
+    with test("a resumed run may not change its shape or its data order"):
+        refused(2, ["--dim", "32", "16"], "--out", run, "--resume", "--dim", 32)
+        refused(2, ["--seed", "5", "1337"], "--out", run, "--resume", "--seed", 5)
+    with test("a run that is in use is refused"):
+        busy = os.path.join(TMP, "busy")
+        process = subprocess.Popen([TRAIN, *SMALL, "--steps", "1000000", "--print-every", "1", "--out", busy], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+        while "step" not in process.stdout.readline():
+            pass
+        refused(2, [busy, "in use"], "--out", busy, "--resume")
+        process.kill()
+        process.wait()
+
+
+def bad_checkpoints():
+    run = os.path.join(TMP, "good")
+    status, _, err = train(*SMALL, "--out", run)
+    good = os.path.join(run, "step_00000002")
+
+    def damaged(name, words, change):
+        with test("refuses " + name):
+            copy = os.path.join(TMP, "damaged")
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(good, copy)
+            change(copy)
+            refused(1, words, *FREE, "--init", copy)
+
+    def header(value):
+        def change(copy):
+            path = os.path.join(copy, "model.safetensors")
+            data = open(path, "rb").read()
+            open(path, "wb").write(value(data))
+        return change
+
+    def config(**values):
+        def change(copy):
+            path = os.path.join(copy, "config.json")
+            content = json.load(open(path))
+            content.update(values)
+            json.dump(content, open(path, "w"))
+        return change
+
+    def with_header(data, text):
+        return struct.pack("<Q", len(text)) + text + data[8 + struct.unpack("<Q", data[:8])[0]:]
+
+    with test("the checkpoint to damage is there"):
+        check(status == 0 and os.path.isdir(good), err)
+    damaged("a checkpoint cut short", ["model.safetensors"], header(lambda data: data[:-100]))
+    damaged("a header length beyond the file", ["model.safetensors"], header(lambda data: struct.pack("<Q", 2**60) + data[8:]))
+    damaged("a header that is no JSON", ["model.safetensors"], header(lambda data: with_header(data, b"{oops}")))
+    damaged("a header nested deeply", ["model.safetensors"], header(lambda data: with_header(data, b'{"a":' + b"[" * 100000 + b"]" * 100000 + b"}")))
+    damaged("overlapping offsets", ["model.safetensors"], header(lambda data: with_header(
+        data, b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}')))
+    damaged("a huge count", ["model.safetensors"], header(lambda data: with_header(
+        data, b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,16]}}')))
+    damaged("an empty model file", ["model.safetensors"], header(lambda data: b""))
+    damaged("a config of another model type", ["config.json", "llama"], config(model_type="llama"))
+    damaged("a config with another shape than the tensors", ["32"], config(n_embd=32))
+    damaged("no config", ["config.json"], lambda copy: os.remove(os.path.join(copy, "config.json")))
+    with test("refuses a checkpoint whose shape disagrees with the options"):
+        refused(2, ["--layers", "3", "2"], *SMALL, "--init", good, "--layers", 3)
+    with test("refuses a checkpoint that is not there"):
+        refused(1, ["none"], *SMALL, "--init", TMP + "/none")
+
+
+def good_use():
+    with test("--help lists every option with its default and exits 0"):
+        status, out, err = train("--help")
+        check(status == 0 and not err, status, err)
+        for word in ("--data DIR", "--batch-tokens", "--weight-decay", "[0.1]", "cosine|linear|constant|wsd", "--list-attention"):
+            check(word in out, word, "is missing in", out)
+    with test("--list-attention prints every kernel and whether it can run"):
+        status, out, err = train(*SMALL, "--list-attention", "--device", "cpu")
+        check(status == 0 and "tiled" in out and "reference" in out and "ok" in out, out, err)
+    with test("steps 0 writes the initial checkpoint alone"):
+        run = os.path.join(TMP, "zero")
+        status, out, err = train(*TINY, "--vocab", 50, "--steps", 0, "--out", run)
+        check(status == 0 and os.path.isdir(run + "/step_00000000"), out, err)
+    with test("a log line holds what is promised, a sample is drawn and logged"):
+        run = os.path.join(TMP, "logged")
+        status, out, err = train(*TINY, "--data", DATA, "--steps", 4, "--eval-every", 2, "--sample-every", 4, "--sample-tokens", 20,
+                                 "--prompt", "ab", "--top-k", 5, "--out", run)
+        check(status == 0, err)
+        lines = read_log(run)
+        steps = [line for line in lines if "loss" in line]
+        check([line["step"] for line in steps] == [1, 2, 3, 4], steps)
+        for key in ("loss", "lr", "grad_norm", "ms", "tokens_per_second", "mfu"):
+            check(key in steps[0], key, steps[0])
+        check([line["step"] for line in lines if "val_loss" in line] == [0, 2, 4], lines)
+        check([line["sample"][:2] for line in lines if "sample" in line] == ["ab"], lines)
+        check("sample at step 4" in out and "validation loss" in out, out)
+    with test("the evaluation does not depend on the batch"):
+        values = []
+        for batch in (1, 3, 8):
+            run = os.path.join(TMP, f"eval{batch}")
+            status, _, err = train(*TINY, "--data", DATA, "--batch", batch, "--steps", 1, "--lr", 0, "--eval-tokens", 160, "--out", run)
+            check(status == 0, err)
+            values.append([line["val_loss"] for line in read_log(run) if "val_loss" in line][0])
+        check(max(values) - min(values) < 1e-6, values)
+    with test("a learning rate that breaks the model stops the run and names step, tensor and checkpoint"):
+        run = os.path.join(TMP, "broken")
+        status, out, err = train(*TINY, "--data", DATA, "--steps", 50, "--lr", "1e30", "--clip", 0, "--save-every", 1, "--schedule", "constant",
+                                 "--out", run)
+        check(status == 1 and "not finite" in err and "step " in err and "last good checkpoint: " + run in err, status, err)
+        kept = err.strip().rsplit(" ", 1)[1]
+        check(os.path.isdir(kept), kept)
+        check(train(*TINY, "--data", DATA, "--steps", 0, "--init", kept)[0] == 0, "the checkpoint it names cannot be read")
+    with test("without --out nothing is written"):
+        folder = os.path.join(TMP, "empty")
+        os.makedirs(folder)
+        done = subprocess.run([TRAIN, *SMALL], cwd=folder, capture_output=True, text=True)
+        check(done.returncode == 0 and os.listdir(folder) == [], done.stderr, os.listdir(folder))
+    with test("not enough memory under a limit is one sentence, too"):
+        limit = 600 << 20
+        done = subprocess.run([TRAIN, "--model", "gpt2", "--vocab", "257", "--data", DATA, "--seq", "16"], cwd=ROOT, capture_output=True,
+                              text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+                              env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"))
+        if "failed to map" in done.stderr or "libgomp" in done.stderr:
+            skip("the libraries themselves do not start under the limit")
+        check(done.returncode == 1 and "not enough memory" in done.stderr, done.returncode, done.stderr)
+
+
+try:
+    bad_options()
+    bad_data()
+    bad_out()
+    bad_checkpoints()
+    good_use()
+finally:
+    shutil.rmtree(TMP, ignore_errors=True)
+end()

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Runs that are stopped and go on: every loss and every weight equal those of the unbroken run, bit for bit. So do two runs of one
+seed, and runs that differ in what must not matter."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from check import check, end, test  # noqa: E402
+from trainer_runs import ROOT, TINY, TRAIN, checkpoint_bytes, log_values, read_log, train, write_corpus  # noqa: E402
+
+TMP = tempfile.mkdtemp(prefix="flashgpt-resume-")
+COMMON = [*TINY, "--eval-every", "20", "--eval-tokens", "300", "--print-every", "0", "--save-every", "25", "--keep", "0", "--lr", "3e-3"]
+
+
+def run(name, *options):
+    """A run into TMP/name that must succeed; returns its directory."""
+    folder = os.path.join(TMP, name)
+    status, out, err = train(*options, "--out", folder)
+    check(status == 0, f"{name}: status {status}:", err, out)
+    return folder
+
+
+def same(a, b, step):
+    """Two runs agree in every loss and in the weights and moments after `step`."""
+    values_a, values_b = log_values(a), log_values(b)
+    for got, expected in zip(values_b, values_a):
+        if not check(got == expected, f"got {got}, expected {expected}"):
+            break
+    check(len(values_a) == len(values_b), len(values_a), len(values_b))
+    check(checkpoint_bytes(os.path.join(a, f"step_{step:08d}")) == checkpoint_bytes(os.path.join(b, f"step_{step:08d}")),
+          "weights or moments differ")
+
+
+def main():
+    unequal = write_corpus(os.path.join(TMP, "unequal"), sizes=(641, 321, 449))
+    whole = None
+    with test("two runs of the same seed are equal bit for bit"):
+        whole = run("whole", *COMMON, "--data", unequal, "--steps", 100)
+        same(whole, run("again", *COMMON, "--data", unequal, "--steps", 100), 100)
+    with test("another seed is another run"):
+        check(log_values(whole) != log_values(run("seed", *COMMON, "--data", unequal, "--steps", 100, "--seed", 7)), "losses are equal")
+    with test("stopped at step 50 and resumed equals the unbroken run, over unequal shards and epochs"):
+        folder = run("halves", *COMMON, "--data", unequal, "--steps", 100, "--stop", 50)
+        check(not os.path.exists(folder + "/step_00000075"), "it did not stop")
+        status, _, err = train("--out", folder, "--resume")
+        check(status == 0, err)
+        same(whole, folder, 100)
+    with test("stopped three times, at steps that no save or evaluation falls on"):
+        folder = run("pieces", *COMMON, "--data", unequal, "--steps", 100, "--stop", 13)
+        for stop in (31, 87, 0):
+            status, _, err = train("--out", folder, "--resume", "--stop", stop)
+            check(status == 0, err)
+        same(whole, folder, 100)
+    with test("gradient accumulation resumes in the middle of an epoch as well"):
+        options = [*COMMON, "--data", unequal, "--steps", 30, "--batch-tokens", 192]
+        a = run("accumulated", *options)
+        b = run("accumulated-halves", *options, "--stop", 11)
+        check(train("--out", b, "--resume")[0] == 0, "resume failed")
+        same(a, b, 30)
+    with test("lines and checkpoints of a lost future are dropped from the log, a torn last line too"):
+        folder = run("torn", *COMMON, "--data", unequal, "--steps", 100, "--stop", 50)
+        with open(folder + "/log.jsonl", "a") as log:
+            log.write('{"step": 51, "loss": 1.5}\n{"step": 52, "lo')
+        check(train("--out", folder, "--resume")[0] == 0, "resume failed")
+        same(whole, folder, 100)
+    with test("Ctrl-C finishes the step, saves, says how to resume, and the run goes on to the same end"):
+        folder = os.path.join(TMP, "interrupted")
+        process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100", "--print-every", "1", "--out", folder], cwd=ROOT,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while "step     30/" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        check(process.returncode == 130, process.returncode, err)
+        check("--resume" in out and "stopped at step" in out, out)
+        last = max(line["step"] for line in read_log(folder))
+        check(os.path.isdir(folder + f"/step_{last:08d}"), last, os.listdir(folder))
+        check(train("--out", folder, "--resume")[0] == 0, "resume failed")
+        same(whole, folder, 100)
+    with test("a finished run resumed does nothing; with more steps it goes on"):
+        before = log_values(whole)
+        status, out, err = train("--out", whole, "--resume")
+        check(status == 0 and log_values(whole) == before, out, err)
+        status, out, err = train("--out", whole, "--resume", "--steps", 110)
+        check(status == 0 and read_log(whole)[-1]["step"] == 110, out, err)
+    with test("a run killed before its first checkpoint starts over under --resume"):
+        folder = run("early", *COMMON, "--data", unequal, "--steps", 3, "--save-every", 0)
+        status, out, err = train("--out", folder, "--resume", "--steps", 3)
+        check(status == 0 and "no complete checkpoint" in out, out, err)
+        check([line["step"] for line in read_log(folder) if "loss" in line] == [1, 2, 3], read_log(folder))
+    with test("config.json holds what was asked for"):
+        config = json.load(open(os.path.join(TMP, "halves", "config.json")))
+        check(config["lr"] == 3e-3 and config["batch_tokens"] == 64 and config["layers"] == 2 and config["schedule"] == "cosine", config)
+
+
+try:
+    main()
+finally:
+    shutil.rmtree(TMP, ignore_errors=True)
+end()
