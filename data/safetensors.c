@@ -300,7 +300,8 @@ int safetensors_to_fp32(float *out, const SafetensorsTensor *tensor, int64_t fir
     if (first < 0 || n < 0 || (uint64_t)first > tensor->bytes / (uint64_t)width ||
         (uint64_t)n > tensor->bytes / (uint64_t)width - (uint64_t)first)
         return error_set(error, "tensor \"%.200s\": %lld elements from element %lld on were asked for, it has %llu",
-                         tensor->name, (long long)n, (long long)first, (unsigned long long)(tensor->bytes / (uint64_t)width));
+                         tensor->name, (long long)n, (long long)first,
+                         (unsigned long long)(tensor->bytes / (uint64_t)width));
     in = tensor->data + first * width;
     if (width == 4) {
         if (n) memcpy(out, in, (size_t)n * 4);
