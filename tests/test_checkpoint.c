@@ -1,5 +1,4 @@
 /* Checkpoints: what is saved comes back to the bit; a damaged, foreign or misfitting one is refused whole. */
-    and passed over. */
 #include <dirent.h>
 #include <errno.h>
 #include <ftw.h>
@@ -603,7 +602,8 @@ static void test_bad_optimizer(const Gpt *gpt, Gpt *other)
         {"{\"step\": 1, \"data_position\": 1, \"seed\": \"18446744073709551616\"}", "\"seed\""},
         {"{\"step\": 1, \"data_position\": 1, \"seed\": \"1\\u00002\"}", "\"seed\""},
         {"{\"step\": 1, \"data_position\": 1, \"seed\": \"1\", \"sample_state\": \"1\"}", "\"validation_loss\""},
-        {"{\"step\": 1, \"data_position\": 1, \"seed\": \"1\", \"sample_state\": \"1\", \"validation_loss\": null}", "\"seconds\""},
+        {"{\"step\": 1, \"data_position\": 1, \"seed\": \"1\", \"sample_state\": \"1\", \"validation_loss\": null}",
+         "\"seconds\""},
     };
     const char *path = under_root("optimizer/step_00000000"), *file = under_root("optimizer.safetensors");
     CheckpointState state = {.step = 77};
@@ -648,7 +648,8 @@ static void test_config(void)
         {"{" GPT2 ",\"add_cross_attention\":true}", "must be false"},
         {"{\"n_layer\":0}", "\"n_layer\" is 0"}, {"{\"n_layer\":2.5}", "2.5"}, {"{\"n_layer\":\"2\"}", "no number"},
         {"{\"n_layer\":9223372036854775807}", "at most 2147483647"}, {"{\"n_layer\":1e30}", "\"n_layer\" is 1e30"},
-        {"{\"model_type\":\"gpt2\",\"n_layer\":2,\"n_head\":3,\"n_embd\":16,\"n_positions\":8,\"vocab_size\":37}", "divisible"},
+        {"{\"model_type\":\"gpt2\",\"n_layer\":2,\"n_head\":3,\"n_embd\":16,\"n_positions\":8,\"vocab_size\":37}",
+         "divisible"},
     };
     const char *dir = fresh("config");
     Error error = {""};
