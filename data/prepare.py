@@ -345,8 +345,8 @@ def encode_pieces(pieces, spec, end_of_text):
         try:
             tokens += tokenizer.encode(read_piece(piece).decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise Fault(f"{piece.path}: byte {piece.start + error.start} is 0x{error.object[error.start]:02x}, expected UTF-8 "
-                        "text for this tokenizer (bytes takes any file)") from None
+            raise Fault(f"{piece.path}: byte {piece.start + error.start} is 0x{error.object[error.start]:02x}, expected "
+                        "UTF-8 text for this tokenizer (bytes takes any file)") from None
         if piece.closes:
             tokens.append(tokenizer.end_of_text)
     return tokenizer.pack(tokens), sum(piece.end - piece.start for piece in pieces)
@@ -582,8 +582,8 @@ def check_parts(counts, fraction):
     """Either part must have a token to predict from and one to predict."""
     for part, count in counts.items():
         if count < 2:
-            raise Fault(f"the {part} part would have {count} tokens with --val-fraction {fraction:g}, expected at least 2; give "
-                        "more text or another fraction")
+            raise Fault(f"the {part} part would have {count} tokens with --val-fraction {fraction:g}, expected at least 2; "
+                        "give more text or another fraction")
 
 
 def byte_tasks(documents, shards):
