@@ -30,7 +30,7 @@ static Stream *stream;
 /* DIR/NAME in one of a few static buffers, for use at once. */
 static const char *in(const char *dir, const char *name)
 {
-    static char paths[8][1024];
+    static char paths[8][2048];
     static int turn;
     turn = (turn + 1) % 8;
     snprintf(paths[turn], sizeof paths[turn], "%s/%s", dir, name);
