@@ -169,7 +169,10 @@ def resolve_options(options, given):
         options.val = options.val or os.path.join(folder, "val_*.bin")
         tokenizer = os.path.join(options.data, "tokenizer.bin")
         if os.path.exists(tokenizer):
-            options.vocab = options.vocab or tokenizer_vocab(tokenizer)
+            found = tokenizer_vocab(tokenizer)
+            options.vocab = options.vocab or found
+            if options.vocab < found:
+                raise Fault(f"--vocab {options.vocab} is smaller than the tokenizer's vocabulary of {found}")
     if options.init != "random" and os.path.isdir(options.init):
         resolve_from_checkpoint(options, given)
     resolve_from_model(options)
@@ -222,6 +225,7 @@ def resolve_from_model(options):
 # --- shards (data/shards.h) -----------------------------------------------------------------------------------------
 
 HEADER_BYTES = 1024
+CHECK_MOST = 500_000_000  # sets of more tokens are not read through at the start; every window is checked anyway
 FORMS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, type of a token
 
 
@@ -261,6 +265,9 @@ class Shards:
         self.total = sum(self.windows)
         if not self.total:
             raise Fault(f"{pattern}: no shard holds the {T + 1} tokens of one window")
+        if sum(map(len, self.shards)) <= CHECK_MOST:
+            for i, shard in enumerate(self.shards):
+                self.check_tokens(i, 0, len(shard))
 
     def window(self, index, shifts):
         """Window `index`, its shard's windows moved by shifts[shard] tokens."""
@@ -269,12 +276,15 @@ class Shards:
             index -= self.windows[shard]
             shard += 1
         first = index * self.T + shifts[shard]
-        tokens = self.shards[shard][first:first + self.T + 1].astype(numpy.int64)
+        self.check_tokens(shard, first, self.T + 1)
+        return self.shards[shard][first:first + self.T + 1].astype(numpy.int64)
+
+    def check_tokens(self, shard, first, count):
+        tokens = self.shards[shard][first:first + count]
         if tokens.max() >= self.vocab:
             place = int((tokens >= self.vocab).argmax())
             raise Fault(f"{self.paths[shard]}: token {tokens[place]} at position {first + place}, "
                         f"expected below the vocabulary of {self.vocab}")
-        return tokens
 
     def evaluation_windows(self, tokens):
         """Numbers of the windows that an evaluation of about `tokens` tokens reads: spread evenly over the set."""
