@@ -16,8 +16,11 @@
  * HS is a count of rows, so that every HS works alike; and the matrix products are one routine, tile_product, which
  * broadcasts elements of its left factor and streams rows of its right one:
  *
- *     forward    S^T = K Q^T                  O^T += V^T P^T
+ *     forward    S^T = K (scale Q)^T          O^T += V^T P^T
  *     backward   S^T, dP^T = V dO^T           dV += P^T dO,  dK += dS^T Q,  dQ^T += K^T dS^T
+ *
+ * (the scale goes into Q^T once, since a compiler that makes scale * s - m one fused operation in one place and two in
+ * another would give two different P)
  *
  * with P^T = exp(S^T - m) / l and dS^T = P^T * (dP^T - D), D_i = dO_i . O_i. m and 1/l are kept in `saved`: S - m is then
  * exact near the maximum at any size of the logits, where S - LSE would carry the rounding of LSE (0.004 at 1e5).
@@ -73,6 +76,8 @@ typedef float Quad __attribute__((vector_size(16)));
 typedef float QuadAnywhere __attribute__((vector_size(16), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+
+static int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 /* --- vectors ------------------------------------------------------------------------------------------------------ */
 
@@ -140,12 +145,16 @@ static void transpose(float *out, int64_t out_stride, const float *in, int64_t i
         for (int64_t c = 0; c < cols; c++) out[c * out_stride + r] = in[r * in_stride + c];
 }
 
-/* out (HS, TILE) = rows (n, HS) transposed, zeros for the queries beyond n up to a whole vector. */
-static void load_transposed(float *out, const float *rows, int64_t row_stride, int64_t n, int64_t HS)
+/* out (HS, TILE) = rows (n, HS) transposed, zeros for the queries beyond n up to a whole vector; all times `factor`. */
+static void load_transposed(float *out, const float *rows, int64_t row_stride, int64_t n, int64_t HS, float factor)
 {
     transpose(out, TILE, rows, row_stride, n, HS);
-    int64_t end = (n + LANES - 1) / LANES * LANES;
-    for (int64_t d = 0; d < HS && n < end; d++) memset(out + d * TILE + n, 0, (size_t)(end - n) * sizeof(float));
+    int64_t end = round_up(n, LANES);
+    for (int64_t d = 0; d < HS; d++, out += TILE) {
+        memset(out + n, 0, (size_t)(end - n) * sizeof(float));
+        if (factor != 1)
+            for (int64_t q = 0; q < end; q += LANES) store(out + q, load(out + q) * factor);
+    }
 }
 
 /* out (n, width) = rows (n, HS), each padded with zeros. Returns whether all of it is finite. */
@@ -223,7 +232,7 @@ static void add_triangle(float *C, int64_t C_row, int64_t C_col, const float *X,
 static void key_query_product(float *S, const float *A, int64_t width, const float *B, int64_t nk, int64_t nq, int64_t HS,
                               int diagonal)
 {
-    int64_t N = (nq + LANES - 1) / LANES * LANES;
+    int64_t N = round_up(nq, LANES);
     if (!diagonal) {
         tile_product(S, TILE, A, width, 1, B, TILE, nk, N, HS, 0);
         return;
@@ -238,7 +247,7 @@ static void key_query_product(float *S, const float *A, int64_t width, const flo
 static void add_to_queries(float *C, const float *X, int64_t width, const float *weights, int64_t nk, int64_t nq,
                            int64_t HS, int diagonal, int finite)
 {
-    int64_t N = (nq + LANES - 1) / LANES * LANES;
+    int64_t N = round_up(nq, LANES);
     if (!diagonal) {
         tile_product(C, TILE, X, 1, width, weights, TILE, HS, N, nk, 1);
     } else if (!finite) {
@@ -269,7 +278,7 @@ static void add_to_keys(float *C, const float *X, int64_t width, const float *we
 /* Carved from one thread's part of scratch. width is HS rounded up to whole vectors. */
 typedef struct Work {
     int64_t width;
-    float *Qt, *dOt;         /* (HS, TILE) */
+    float *Qt, *dOt;         /* (HS, TILE); Qt holds scale * Q^T */
     float *Ot;               /* (HS, TILE): O^T forward, dQ^T backward */
     float *S, *dS;           /* (TILE, TILE), keys x queries: S^T then P^T; dP^T then dS^T */
     float *K, *V, *Q, *dO;   /* (TILE, width) */
@@ -277,8 +286,6 @@ typedef struct Work {
     float *dK, *dV;          /* (rows, width): a whole head, or one tile */
     int finite_q, finite_do; /* whether the loaded rows of Q and dO are */
 } Work;
-
-static int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 /* Takes `count` floats from *memory, or only counts them where `base` is NULL. */
 static float *take(float *base, size_t *used, int64_t count)
@@ -335,6 +342,13 @@ static float *output_row(AttentionOutput view, int64_t b, int64_t h, int64_t t)
     return (float *)view.data + b * view.batch_stride + t * view.row_stride + h * view.head_stride;
 }
 
+/* A team no larger than its work: an idle thread still has to be waited for. */
+static int team_size(int64_t tasks)
+{
+    int64_t threads = omp_get_max_threads();
+    return (int)(tasks < 1 ? 1 : tasks < threads ? tasks : threads);
+}
+
 /* Whether backward takes heads as tasks. The other way costs 7/5 of the products, so it wins where more than 5/7 of the
  * threads' time would be idle at the end. */
 static int by_heads(const AttentionShape *shape)
@@ -347,16 +361,18 @@ static int by_heads(const AttentionShape *shape)
 /* --- forward ------------------------------------------------------------------------------------------------------ */
 
 /* Turns S^T (nk keys) into P^T in units of the new running maximum, updates it and the running sum, and rescales O^T. */
-static void softmax_tile(Work *work, int64_t nk, int64_t nq, int64_t HS, float scale, int diagonal)
+static void softmax_tile(Work *work, int64_t nk, int64_t nq, int64_t HS, int diagonal)
 {
     for (int64_t first = 0; first < nq; first += LANES) {
         float *S = work->S + first;
         int64_t keys = diagonal && first + LANES < nk ? first + LANES : nk;
         Vector old = load(work->max + first), max = old, sum = splat(0);
         for (int64_t j = 0; j < keys; j++) {
-            Vector s = load(S + j * TILE) * scale;
-            if (diagonal && j > first) s = choose(lanes_from(j, first), s, splat(-INFINITY));
-            store(S + j * TILE, s);
+            Vector s = load(S + j * TILE);
+            if (diagonal && j > first) {
+                s = choose(lanes_from(j, first), s, splat(-INFINITY));
+                store(S + j * TILE, s);
+            }
             max = choose(s > max, s, max); /* a NaN is passed over here; its exponential is a NaN */
         }
         /* While every logit is -inf, count from 0: -inf - -inf is no number. */
@@ -378,7 +394,7 @@ static void forward_tile(Work *work, AttentionOutput O, float *LSE, float *saved
                          AttentionInput V, int64_t b, int64_t h, int64_t i, const AttentionShape *shape)
 {
     int64_t T = shape->T, HS = shape->HS, nq = tile_rows(T, i), width = work->width;
-    load_transposed(work->Qt, input_row(Q, b, h, i * TILE), Q.row_stride, nq, HS);
+    load_transposed(work->Qt, input_row(Q, b, h, i * TILE), Q.row_stride, nq, HS, shape->scale);
     memset(work->Ot, 0, (size_t)(HS * TILE) * sizeof(float));
     memset(work->sum, 0, TILE * sizeof(float));
     for (int64_t q = 0; q < TILE; q++) work->max[q] = -INFINITY;
@@ -388,7 +404,7 @@ static void forward_tile(Work *work, AttentionOutput O, float *LSE, float *saved
         load_rows(work->K, input_row(K, b, h, j * TILE), K.row_stride, nk, HS, width);
         int finite = load_rows(work->V, input_row(V, b, h, j * TILE), V.row_stride, nk, HS, width);
         key_query_product(work->S, work->K, width, work->Qt, nk, nq, HS, diagonal);
-        softmax_tile(work, nk, nq, HS, shape->scale, diagonal);
+        softmax_tile(work, nk, nq, HS, diagonal);
         add_to_queries(work->Ot, work->V, width, work->S, nk, nq, HS, diagonal, finite);
     }
     int64_t row = (b * shape->NH + h) * T + i * TILE;
@@ -408,7 +424,7 @@ static const char *tiled_forward(AttentionOutput O, float *LSE, void *saved, voi
 {
     (void)stream;
     int64_t tiles = tile_count(shape->T), tasks = shape->B * shape->NH * tiles;
-#pragma omp parallel
+#pragma omp parallel num_threads(team_size(tasks))
     {
         Work work;
         work_open(&work, scratch, shape->HS, 0);
@@ -447,8 +463,8 @@ static void load_queries(Work *work, const Gradients *g, int64_t b, int64_t h, i
 {
     int64_t T = g->shape->T, HS = g->shape->HS, nq = tile_rows(T, i), row = (b * g->shape->NH + h) * T + i * TILE;
     const float *dout = input_row(g->dO, b, h, i * TILE), *q_rows = input_row(g->Q, b, h, i * TILE);
-    load_transposed(work->Qt, q_rows, g->Q.row_stride, nq, HS);
-    load_transposed(work->dOt, dout, g->dO.row_stride, nq, HS);
+    load_transposed(work->Qt, q_rows, g->Q.row_stride, nq, HS, g->shape->scale);
+    load_transposed(work->dOt, dout, g->dO.row_stride, nq, HS, 1);
     work->finite_q = load_rows(work->Q, q_rows, g->Q.row_stride, nq, HS, work->width);
     work->finite_do = load_rows(work->dO, dout, g->dO.row_stride, nq, HS, work->width);
     for (int64_t q = 0; q < TILE; q++) work->max[q] = work->sum[q] = work->D[q] = 0;
@@ -461,7 +477,7 @@ static void load_queries(Work *work, const Gradients *g, int64_t b, int64_t h, i
 }
 
 /* S^T becomes P^T, dP^T becomes dS^T, for nk keys. In a diagonal tile both are zero wherever key > query. */
-static void softmax_backward_tile(Work *work, int64_t nk, int64_t nq, float scale, int diagonal)
+static void softmax_backward_tile(Work *work, int64_t nk, int64_t nq, int diagonal)
 {
     for (int64_t first = 0; first < nq; first += LANES) {
         Vector max = load(work->max + first), inverse = load(work->sum + first), D = load(work->D + first);
@@ -472,8 +488,7 @@ static void softmax_backward_tile(Work *work, int64_t nk, int64_t nq, float scal
                 store(dS, splat(0));
                 continue;
             }
-            Vector s = load(S) * scale;
-            Vector p = exp_nonpositive(s - max) * inverse, ds = p * (load(dS) - D);
+            Vector p = exp_nonpositive(load(S) - max) * inverse, ds = p * (load(dS) - D);
             if (diagonal && j > first) {
                 Mask live = lanes_from(j, first);
                 p = choose(live, p, splat(0));
@@ -496,7 +511,7 @@ static void backward_pair(Work *work, const Gradients *g, float *dK, float *dV, 
     load_rows(work->V, input_row(g->V, b, h, j * TILE), g->V.row_stride, nk, HS, width);
     key_query_product(work->S, work->K, width, work->Qt, nk, nq, HS, diagonal);
     key_query_product(work->dS, work->V, width, work->dOt, nk, nq, HS, diagonal);
-    softmax_backward_tile(work, nk, nq, g->shape->scale, diagonal);
+    softmax_backward_tile(work, nk, nq, diagonal);
     if (dK) {
         add_to_keys(dV, work->dO, width, work->S, nk, nq, HS, diagonal, work->finite_do);
         add_to_keys(dK, work->Q, width, work->dS, nk, nq, HS, diagonal, work->finite_q);
@@ -574,7 +589,7 @@ static const char *tiled_backward(AttentionOutput dQ, AttentionOutput dK, Attent
     const Gradients g = {dQ, dK, dV, dO, Q, K, V, O, saved, shape};
     int64_t NH = shape->NH, heads = shape->B * NH, tiles = tile_count(shape->T);
     int whole_heads = by_heads(shape);
-#pragma omp parallel
+#pragma omp parallel num_threads(team_size(whole_heads ? heads : heads * tiles * 2))
     {
         Work work;
         work_open(&work, scratch, shape->HS, whole_heads ? shape->T : TILE);

@@ -1,0 +1,260 @@
+/* attention_truth.h - what attention should give: random inputs, the float64 truth, and a plain same-precision computation.
+ *
+ * A problem holds dense tensors (B, NH, T, HS) on the host; how a kernel sees them (layout, device, type) is the business of
+ * attention_check.h. Both computations here go row by row through columns j <= i and nothing else, so a NaN spreads in them
+ * exactly as far as the formulas carry it. tests/bounds.h says what the measures beside the truth are for.
+ */
+#ifndef ATTENTION_TRUTH_H
+#define ATTENTION_TRUTH_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention/attention.h"
+#include "data/random.h"
+#include "tests/bounds.h"
+
+typedef enum InputKind {
+    INPUT_NORMAL,   /* normal numbers off zero mean: errors relative to a zero sum say nothing */
+    INPUT_HIGH,     /* all logits near +1e5, a few apart */
+    INPUT_LOW,      /* all logits near -1e5, a few apart */
+    INPUT_SPREAD,   /* logits from -1e5 to 1e5 */
+} InputKind;
+
+enum { INPUT_Q, INPUT_K, INPUT_V, INPUT_DO, INPUT_COUNT };
+
+typedef struct Problem {
+    AttentionShape shape;
+    float *input[INPUT_COUNT];        /* (B, NH, T, HS), exact in shape.dtype */
+    double *truth[QUANTITY_COUNT];    /* (B, NH, T, HS), LSE (B, NH, T) */
+    float *plain[QUANTITY_COUNT];     /* the same, computed plainly in fp32 */
+    double *terms[QUANTITY_COUNT];    /* (B, NH, T): largest sum of |terms| in the row */
+    double *logits[QUANTITY_COUNT];   /* (B, NH, T): what an error of 1 in relative terms of the logits does to the row */
+} Problem;
+
+static inline int64_t quantity_width(const AttentionShape *shape, int quantity)
+{
+    return quantity == QUANTITY_LSE ? 1 : shape->HS;
+}
+
+/* x rounded to the type, ties to even. */
+static inline float round_to(float x, Dtype dtype)
+{
+    uint32_t bits;
+    if (dtype == DTYPE_FP32 || isnan(x)) return x;
+    memcpy(&bits, &x, 4);
+    bits = (bits + 0x7FFFu + (bits >> 16 & 1)) & 0xFFFF0000u;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline void *allocate_zeros(int64_t count, size_t size)
+{
+    void *memory = calloc((size_t)(count > 0 ? count : 1), size);
+    if (!memory) {
+        fprintf(stderr, "not enough memory for %lld elements of %zu bytes\n", (long long)count, size);
+        exit(1);
+    }
+    return memory;
+}
+
+static inline double random_normal(uint64_t *state)
+{
+    double u = 1 - random_uniform(state), v = random_uniform(state);
+    return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
+}
+
+static inline void problem_fill(Problem *problem, InputKind kind, uint64_t seed)
+{
+    const AttentionShape *shape = &problem->shape;
+    static const double mean[INPUT_COUNT] = {0.25, -0.125, 0.5, 0.375};
+    double large = sqrt(1e5 / shape->scale), spread = 1e5 / (3 * sqrt((double)shape->HS) * shape->scale);
+    int64_t count = shape->B * shape->NH * shape->T * shape->HS;
+    uint64_t state = seed;
+    for (int part = 0; part < INPUT_COUNT; part++)
+        for (int64_t k = 0; k < count; k++) {
+            double x = random_normal(&state) + mean[part];
+            if (kind == INPUT_SPREAD && part == INPUT_Q) x *= spread;
+            if (k % shape->HS == 0 && part <= INPUT_K) {
+                if (kind == INPUT_HIGH) x = large;
+                if (kind == INPUT_LOW) x = part == INPUT_K ? -large : large;
+            }
+            problem->input[part][k] = round_to((float)x, shape->dtype);
+        }
+}
+
+static inline double dot_in_double(const float *x, const float *y, int64_t n, double *absolute)
+{
+    double sum = 0, all = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double term = (double)x[i] * y[i];
+        sum += term;
+        all += fabs(term);
+    }
+    *absolute = all;
+    return sum;
+}
+
+static inline double largest_of(const float *x, int64_t n)
+{
+    double largest = 0;
+    for (int64_t i = 0; i < n; i++) largest = fmax(largest, fabs((double)x[i]));
+    return largest;
+}
+
+static inline void add_scaled_double(double *y, double a, const float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) y[i] += a * x[i];
+}
+
+/* The truth of query row i of one head; `row` (3, T) is room to work. */
+static inline void truth_row(Problem *problem, int64_t head, int64_t i, double *row)
+{
+    int64_t T = problem->shape.T, HS = problem->shape.HS, base = head * T, me = base + i;
+    double scale = problem->shape.scale, *p = row, *dp = row + T, *dp_abs = row + 2 * T;
+    const float *q = problem->input[INPUT_Q] + me * HS, *dout = problem->input[INPUT_DO] + me * HS;
+    double max = -INFINITY, sum = 0, s_abs = 0, D = 0, D_abs = 0, absolute;
+    for (int64_t j = 0; j <= i; j++) {
+        p[j] = scale * dot_in_double(q, problem->input[INPUT_K] + (base + j) * HS, HS, &absolute);
+        s_abs = fmax(s_abs, scale * absolute);
+        if (p[j] > max) max = p[j];
+    }
+    if (max == -INFINITY) max = 0;
+    for (int64_t j = 0; j <= i; j++) sum += p[j] = exp(p[j] - max);
+    for (int64_t j = 0; j <= i; j++) {
+        p[j] /= sum;
+        dp[j] = dot_in_double(dout, problem->input[INPUT_V] + (base + j) * HS, HS, &dp_abs[j]);
+        D += p[j] * dp[j];
+        D_abs += p[j] * dp_abs[j];
+    }
+    problem->truth[QUANTITY_LSE][me] = max + log(sum);
+    problem->terms[QUANTITY_LSE][me] = 1 + fabs(max + log(sum));
+    problem->logits[QUANTITY_LSE][me] = s_abs;
+    double q_max = largest_of(q, HS), do_max = largest_of(dout, HS);
+    for (int64_t j = 0; j <= i; j++) {
+        const float *k = problem->input[INPUT_K] + (base + j) * HS, *v = problem->input[INPUT_V] + (base + j) * HS;
+        double k_max = largest_of(k, HS), v_max = largest_of(v, HS), p_error = p[j] * (1 - p[j]) * s_abs;
+        double ds = scale * p[j] * (dp[j] - D), ds_size = scale * p[j] * (fabs(dp[j]) + fabs(D));
+        double ds_error = scale * (p_error * (fabs(dp[j]) + fabs(D)) + p[j] * (dp_abs[j] + D_abs));
+        add_scaled_double(problem->truth[QUANTITY_O] + me * HS, p[j], v, HS);
+        add_scaled_double(problem->truth[QUANTITY_DQ] + me * HS, ds, k, HS);
+        add_scaled_double(problem->truth[QUANTITY_DK] + (base + j) * HS, ds, q, HS);
+        add_scaled_double(problem->truth[QUANTITY_DV] + (base + j) * HS, p[j], dout, HS);
+        problem->terms[QUANTITY_O][me] += p[j] * v_max;
+        problem->logits[QUANTITY_O][me] += p_error * v_max;
+        problem->terms[QUANTITY_DQ][me] += ds_size * k_max;
+        problem->logits[QUANTITY_DQ][me] += ds_error * k_max;
+        problem->terms[QUANTITY_DK][base + j] += ds_size * q_max;
+        problem->logits[QUANTITY_DK][base + j] += ds_error * q_max;
+        problem->terms[QUANTITY_DV][base + j] += p[j] * do_max;
+        problem->logits[QUANTITY_DV][base + j] += p_error * do_max;
+    }
+}
+
+/* y += a x, in fp32 */
+static inline void add_scaled_float(float *y, float a, const float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) y[i] += a * x[i];
+}
+
+static inline float dot_in_float(const float *x, const float *y, int64_t n)
+{
+    float sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+/* The plain computation of one head: P (T, T) and dS (T, T) materialised, each sum in fp32 in the order of the formula. */
+static inline void plain_head(Problem *problem, int64_t head, float *P, float *dS)
+{
+    int64_t T = problem->shape.T, HS = problem->shape.HS, base = head * T * HS;
+    Dtype dtype = problem->shape.dtype;
+    float scale = problem->shape.scale;
+    const float *Q = problem->input[INPUT_Q] + base, *K = problem->input[INPUT_K] + base;
+    const float *V = problem->input[INPUT_V] + base, *dO = problem->input[INPUT_DO] + base;
+    for (int64_t i = 0; i < T; i++) {
+        float *p = P + i * T, *ds = dS + i * T, max = -INFINITY, sum = 0, D = 0;
+        for (int64_t j = 0; j <= i; j++) {
+            p[j] = scale * dot_in_float(Q + i * HS, K + j * HS, HS);
+            if (p[j] > max) max = p[j];
+        }
+        if (max == -INFINITY) max = 0;
+        for (int64_t j = 0; j <= i; j++) sum += p[j] = expf(p[j] - max);
+        problem->plain[QUANTITY_LSE][head * T + i] = max + logf(sum);
+        for (int64_t j = 0; j <= i; j++) {
+            p[j] = round_to(p[j] / sum, dtype);
+            ds[j] = dot_in_float(dO + i * HS, V + j * HS, HS);
+            D += p[j] * ds[j];
+        }
+        for (int64_t j = 0; j <= i; j++) ds[j] = round_to(scale * p[j] * (ds[j] - D), dtype);
+        for (int64_t j = 0; j <= i; j++) {
+            add_scaled_float(problem->plain[QUANTITY_O] + base + i * HS, p[j], V + j * HS, HS);
+            add_scaled_float(problem->plain[QUANTITY_DQ] + base + i * HS, ds[j], K + j * HS, HS);
+            add_scaled_float(problem->plain[QUANTITY_DK] + base + j * HS, ds[j], Q + i * HS, HS);
+            add_scaled_float(problem->plain[QUANTITY_DV] + base + j * HS, p[j], dO + i * HS, HS);
+        }
+    }
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
+        if (quantity == QUANTITY_LSE) continue;
+        float *values = problem->plain[quantity] + base;
+        for (int64_t k = 0; k < T * HS; k++) values[k] = round_to(values[k], dtype);
+    }
+}
+
+/* Computes truth and plain results from the inputs as they are now. */
+static inline void problem_solve(Problem *problem)
+{
+    int64_t T = problem->shape.T, heads = problem->shape.B * problem->shape.NH;
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
+        size_t rows = (size_t)(heads * T), count = rows * (size_t)quantity_width(&problem->shape, quantity);
+        memset(problem->truth[quantity], 0, count * sizeof(double));
+        memset(problem->plain[quantity], 0, count * sizeof(float));
+        memset(problem->terms[quantity], 0, rows * sizeof(double));
+        memset(problem->logits[quantity], 0, rows * sizeof(double));
+    }
+#pragma omp parallel
+    {
+        double *row = allocate_zeros(3 * T, sizeof(double));
+        float *matrices = allocate_zeros(2 * T * T, sizeof(float));
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t head = 0; head < heads; head++) {
+            for (int64_t i = 0; i < T; i++) truth_row(problem, head, i, row);
+            plain_head(problem, head, matrices, matrices + T * T);
+        }
+        free(row);
+        free(matrices);
+    }
+}
+
+/* A problem with random inputs, solved. problem_free() it. */
+static inline Problem problem_create(AttentionShape shape, InputKind kind, uint64_t seed)
+{
+    Problem problem = {.shape = shape};
+    int64_t rows = shape.B * shape.NH * shape.T;
+    for (int part = 0; part < INPUT_COUNT; part++) problem.input[part] = allocate_zeros(rows * shape.HS, sizeof(float));
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
+        int64_t count = rows * quantity_width(&shape, quantity);
+        problem.truth[quantity] = allocate_zeros(count, sizeof(double));
+        problem.plain[quantity] = allocate_zeros(count, sizeof(float));
+        problem.terms[quantity] = allocate_zeros(rows, sizeof(double));
+        problem.logits[quantity] = allocate_zeros(rows, sizeof(double));
+    }
+    problem_fill(&problem, kind, seed);
+    problem_solve(&problem);
+    return problem;
+}
+
+static inline void problem_free(Problem *problem)
+{
+    for (int part = 0; part < INPUT_COUNT; part++) free(problem->input[part]);
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
+        free(problem->truth[quantity]);
+        free(problem->plain[quantity]);
+        free(problem->terms[quantity]);
+        free(problem->logits[quantity]);
+    }
+}
+
+#endif

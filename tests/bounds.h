@@ -1,0 +1,41 @@
+/* bounds.h - how large an error may be: the one table, by type and quantity, for every attention kernel on every device.
+ *
+ * In each head and each stripe of STRIPE rows, the largest error against the float64 truth may be at most
+ *
+ *     FACTOR * (largest error of a plain computation in the same precision)  +  terms * u * (sum of |terms|)
+ *                                                                            +  logits * 2^-24 * (error through the logits)
+ *
+ * The plain computation is a materialised softmax attention, every sum in fp32 in the order of the formula, P, dS and the
+ * results rounded to the kernel's type: what a straightforward framework does. The other two are a floor, for stripes in
+ * which the plain one happens to be lucky (at T = 1 it is exact). Both of their measures come with the truth: the sum of
+ * the absolute values that are added up to an element, times the unit roundoff u of the type; and what errors in the
+ * logits, which are fp32 in every kernel, do to it: dP_ij = P_ij (1 - P_ij) dS_ij.
+ */
+#ifndef BOUNDS_H
+#define BOUNDS_H
+
+#include "attention/attention.h"
+
+typedef enum Quantity { QUANTITY_O, QUANTITY_LSE, QUANTITY_DQ, QUANTITY_DK, QUANTITY_DV, QUANTITY_COUNT } Quantity;
+
+#define QUANTITY_NAMES {"O", "LSE", "dQ", "dK", "dV"}
+
+typedef struct Bound {
+    double terms, logits;
+} Bound;
+
+/* Rows judged together. A whole-tensor norm would hide one wrong stripe of one head. */
+#define STRIPE 16
+#define FACTOR 2.0
+
+/* LSE is fp32 whatever the type. */
+static const double unit_roundoff[DTYPE_COUNT] = {[DTYPE_FP32] = 0x1p-24, [DTYPE_BF16] = 0x1p-9};
+
+static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
+    [DTYPE_FP32] = {[QUANTITY_O] = {3, 1}, [QUANTITY_LSE] = {3, 1}, [QUANTITY_DQ] = {3, 1}, [QUANTITY_DK] = {3, 1},
+                    [QUANTITY_DV] = {3, 1}},
+    [DTYPE_BF16] = {[QUANTITY_O] = {1, 1}, [QUANTITY_LSE] = {3, 1}, [QUANTITY_DQ] = {1, 1}, [QUANTITY_DK] = {1, 1},
+                    [QUANTITY_DV] = {1, 1}},
+};
+
+#endif
