@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A disk that fills up while a checkpoint is written: exit 1 and a sentence that says so, the checkpoints before it whole, no
-temporary left; once there is room, --resume ends with the losses and weights of an undisturbed run.
+"""A disk that fills up while a checkpoint is written: exit 1 and a sentence that says so, the checkpoints before it whole,
+no temporary left; once there is room, --resume ends with the losses and weights of an undisturbed run.
 
 Shown twice: with a limit on the size of a file (anyone may set one) and on a small tmpfs (where mounting is permitted)."""
 import os
@@ -36,15 +36,20 @@ def limited(largest, *options):
     return done.returncode, done.stderr
 
 
+def check_same(a, b, name):
+    """Two runs have the same weights and moments in the checkpoint of that name."""
+    check(checkpoint_bytes(os.path.join(a, name)) == checkpoint_bytes(os.path.join(b, name)), f"{name}: weights or moments differ")
+
+
 def check_failure(folder, status, err, cause, good, whole):
     """It failed with one sentence that names the file and the cause, and left the good steps alone, nothing else."""
     check(status == 1, f"exit status {status}, 1 is expected: {err}")
     lines = err.strip().split("\n")
-    check(len(lines) == 1 and cause in err and folder in err, f"expected one sentence with {folder} and '{cause}', got: {err}")
+    check(len(lines) == 1 and cause in err and folder in err, f"expected one sentence of {folder} and '{cause}', got: {err}")
     names = sorted(name for name in os.listdir(folder) if name.startswith(("step_", ".tmp.")))
     check(names == [f"step_{step:08d}" for step in good], f"left: {names}")
     for name in names:
-        check(checkpoint_bytes(os.path.join(folder, name)) == checkpoint_bytes(os.path.join(whole, name)), f"{name} was changed")
+        check_same(folder, whole, name)
 
 
 def check_resumed(folder, whole):
@@ -52,8 +57,7 @@ def check_resumed(folder, whole):
     status, _, err = train("--out", folder, "--resume")
     check(status == 0, err)
     check(log_values(folder) == log_values(whole), "losses differ")
-    last = f"step_{STEPS:08d}"
-    check(checkpoint_bytes(os.path.join(folder, last)) == checkpoint_bytes(os.path.join(whole, last)), "weights or moments differ")
+    check_same(folder, whole, f"step_{STEPS:08d}")
 
 
 def on_small_disk(whole, room):

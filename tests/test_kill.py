@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""SIGKILL at random instants of a run that saves every step: whatever it interrupts, what is called step_* is complete, --resume
-goes on from the newest, and the run ends with the losses and weights of one that was never killed.
+"""SIGKILL at random instants of a run that saves every step: whatever it interrupts, what is called step_* is complete,
+--resume goes on from the newest, and the run ends with the losses and weights of one that was never killed.
 
 FLASHGPT_KILLS is the number of kills, 10 by default; FLASHGPT_SEED that of the instants."""
 import json
@@ -25,8 +25,8 @@ STEPS = 60
 KEEP = 2
 os.environ["OMP_NUM_THREADS"] = "1"  # so small a model is faster so, and runs can be compared
 TMP = tempfile.mkdtemp(prefix="flashgpt-kill-")
-OPTIONS = [*TINY, "--steps", STEPS, "--save-every", 1, "--keep", KEEP, "--eval-every", 7, "--eval-tokens", 300, "--print-every", 0,
-           "--lr", "3e-3", "--data", os.path.join(TMP, "corpus")]
+OPTIONS = [*TINY, "--steps", STEPS, "--save-every", 1, "--keep", KEEP, "--eval-every", 7, "--eval-tokens", 300,
+           "--print-every", 0, "--lr", "3e-3", "--data", os.path.join(TMP, "corpus")]
 
 
 def fault_of(path):
@@ -39,7 +39,8 @@ def fault_of(path):
             json.load(file)
         if state["step"] != step:
             return f"state.json says step {state['step']}"
-        if os.path.getsize(os.path.join(path, "tokenizer.bin")) != os.path.getsize(os.path.join(TMP, "corpus/tokenizer.bin")):
+        sizes = [os.path.getsize(os.path.join(folder, "tokenizer.bin")) for folder in (path, os.path.join(TMP, "corpus"))]
+        if sizes[0] != sizes[1]:
             return "tokenizer.bin is cut short"
         for name in ("model.safetensors", "optimizer.safetensors"):
             with open(os.path.join(path, name), "rb") as file:
@@ -64,7 +65,7 @@ def look(folder):
 
 
 def live(folder, seconds):
-    """Starts the trainer and kills it after so long. Returns its exit status (None where it was killed), stdout and stderr."""
+    """Starts the trainer and kills it after so long. Returns its exit status (None: it was killed), stdout and stderr."""
     command = [TRAIN, *map(str, OPTIONS), "--out", folder, *(["--resume"] if os.path.isdir(folder) else [])]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
