@@ -38,7 +38,8 @@ def limited(largest, *options):
 
 def check_same(a, b, name):
     """Two runs have the same weights and moments in the checkpoint of that name."""
-    check(checkpoint_bytes(os.path.join(a, name)) == checkpoint_bytes(os.path.join(b, name)), f"{name}: weights or moments differ")
+    equal = checkpoint_bytes(os.path.join(a, name)) == checkpoint_bytes(os.path.join(b, name))
+    check(equal, f"{name}: weights or moments differ")
 
 
 def check_failure(folder, status, err, cause, good, whole):
