@@ -1,8 +1,8 @@
 /* adamw.c - the global norm of the gradient, and AdamW over one flat buffer.
  *
  * Both are bound by memory: the norm reads 4 bytes a parameter, the update reads 16 and writes 12. So each is one pass.
- * The norm is summed in chunks of a fixed size, in double, and the chunks are added in order: the same bits for any number of
- * threads. A double holds the square of any fp32 number, so no finite gradient overflows before the root is taken.
+ * The norm is summed in chunks of a fixed size, in double, and the chunks are added in order: the same bits for any number
+ * of threads. A double holds the square of any fp32 number, so no finite gradient overflows before the root is taken.
  */
 #include <math.h>
 #include <string.h>
@@ -43,8 +43,8 @@ void global_norm_cpu(float *norm, void *scratch, const float *grads, int64_t n, 
 }
 
 /* n parameters with one decay. `scale` is the clipping factor of the gradient. */
-static void update_range(float *restrict master, float *restrict m, float *restrict v, const float *restrict grads, float scale,
-                         float decay, const AdamwStep *step, int64_t n)
+static void update_range(float *restrict master, float *restrict m, float *restrict v, const float *restrict grads,
+                         float scale, float decay, const AdamwStep *step, int64_t n)
 {
     float beta1 = step->beta1, beta2 = step->beta2, rest1 = 1 - beta1, rest2 = 1 - beta2;
     float correction1 = 1 / step->bias_correction1, correction2 = 1 / step->bias_correction2;

@@ -174,13 +174,13 @@ static Stream *open_cpu(int index, int deterministic, char *error, size_t error_
     (void)deterministic; /* it is, always */
     if (!stream || posix_memalign(&buffers, 4096, bytes)) {
         free(stream);
-        snprintf(error, error_size, "the CPU backend needs %zu bytes for %d threads, and there is not that much memory", bytes,
-                 threads);
+        snprintf(error, error_size, "the CPU backend needs %zu bytes for %d threads, and there is not that much memory",
+                 bytes, threads);
         return NULL;
     }
     stream->threads = threads;
     stream->buffers = buffers;
-    stream->blas = product_has_blas();
+    stream->blas = product_has_blas() && !product_own_is_fast();
     product_blas_open();
     return stream;
 }

@@ -1,14 +1,14 @@
 /* embedding.c - rows of two tables added, and their gradients scattered back.
  *
- * The backward pass must add several rows of dout to one row of dwte where a token repeats, always in the same order. So each
- * thread owns a slice of the channels, whole cache lines of them, and walks over all tokens in order: no two threads touch one
- * element, no atomics, no sorting, and the sum is the same for any number of threads.
+ * The backward pass must add several rows of dout to one row of dwte where a token repeats, always in the same order. So
+ * each thread owns a slice of the channels, whole cache lines of them, and walks over all tokens in order: no two threads
+ * touch one element, no atomics, no sorting, and the sum is the same for any number of threads.
  */
 #include "layers/cpu.h"
 #include "layers/vector.h"
 
-void embedding_forward_cpu(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T, int64_t C,
-                           Stream *stream)
+void embedding_forward_cpu(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+                           int64_t C, Stream *stream)
 {
     float *o = out; /* (B,T,C) */
     (void)stream;

@@ -1,8 +1,8 @@
 /* gelu.h - GELU in its tanh form and its derivative, on vectors, for the passes that fuse them.
  *
- * 0.5 (1 + tanh(u)) is sigmoid(2u), and written so it keeps its relative accuracy on the negative side, where 1 + tanh cancels.
- * sigmoid(z) = (z < 0 ? e : 1) / (1 + e) with e = exp(-|z|), which cannot overflow. Beyond |x| = 32 the sigmoid is 0 or 1 to the
- * last bit; the argument stops there, so that x^3 never becomes infinite.
+ * 0.5 (1 + tanh(u)) is sigmoid(2u), and written so it keeps its relative accuracy on the negative side, where 1 + tanh
+ * cancels. sigmoid(z) = (z < 0 ? e : 1) / (1 + e) with e = exp(-|z|), which cannot overflow. Beyond |x| = 32 the sigmoid
+ * is 0 or 1 to the last bit; the argument stops there, so that x^3 never becomes infinite.
  */
 #ifndef GELU_H
 #define GELU_H

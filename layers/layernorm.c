@@ -4,9 +4,9 @@
  *     g = dout * weight               dx += rstd * (g - mean(g) - norm * mean(g * norm))
  *     dweight += sum over rows of dout * norm          dbias += sum over rows of dout
  *
- * A row is read twice for its statistics (mean first, then the variance about it: no cancellation, however far the mean is from
- * zero), both summed in double; it is in the first cache by then, so that costs next to nothing. The sums over rows are taken
- * in chunks of rows, each into its own line of scratch; then the lines are added in order.
+ * A row is read twice for its statistics (mean first, then the variance about it: no cancellation, however far the mean is
+ * from zero), both summed in double; it is in the first cache by then, so that costs next to nothing. The sums over rows
+ * are taken in chunks of rows, each into its own line of scratch; then the lines are added in order.
  */
 #include <math.h>
 
@@ -44,8 +44,8 @@ static double row_squares(const float *x, double mean, int64_t C)
     return sum;
 }
 
-static void row_normalize(float *restrict out, float *mean, float *rstd, const float *restrict x, const float *restrict weight,
-                          const float *restrict bias, int64_t C)
+static void row_normalize(float *restrict out, float *mean, float *rstd, const float *restrict x,
+                          const float *restrict weight, const float *restrict bias, int64_t C)
 {
     double m = row_sum(x, C) / (double)C;
     double r = 1 / sqrt(row_squares(x, m, C) / (double)C + LAYERNORM_EPS);
@@ -55,8 +55,8 @@ static void row_normalize(float *restrict out, float *mean, float *rstd, const f
     *rstd = factor;
 }
 
-void layernorm_forward_cpu(void *out, float *mean, float *rstd, const void *x, const void *weight, const void *bias, int64_t N,
-                           int64_t C, Stream *stream)
+void layernorm_forward_cpu(void *out, float *mean, float *rstd, const void *x, const void *weight, const void *bias,
+                           int64_t N, int64_t C, Stream *stream)
 {
     (void)stream;
 #pragma omp parallel for schedule(static) if (N * C >= PARALLEL_MIN)
@@ -79,7 +79,8 @@ void residual_layernorm_forward_cpu(void *sum, void *out, float *mean, float *rs
     }
 }
 
-/* Rows that share a line of partial sums: few enough that there are chunks for all threads, and never more than 256 chunks. */
+/* Rows that share a line of partial sums: few enough that there are chunks for all threads, and never more than 256
+ * chunks. */
 static int64_t chunk_rows(int64_t N) { return cpu_max(16, (N + 255) / 256); }
 
 static int64_t chunk_count(int64_t N) { return (N + chunk_rows(N) - 1) / chunk_rows(N); }
@@ -134,8 +135,8 @@ void layernorm_backward_cpu(void *dx, float *dweight, float *dbias, void *scratc
             float *line = partial + k * 2 * C;
             memset(line, 0, (size_t)(2 * C) * sizeof(float));
             for (int64_t n = k * rows; n < cpu_min((k + 1) * rows, N); n++)
-                row_backward((float *)dx + n * C, line, line + C, (const float *)dout + n * C, (const float *)x + n * C, weight,
-                             mean[n], rstd[n], C);
+                row_backward((float *)dx + n * C, line, line + C, (const float *)dout + n * C, (const float *)x + n * C,
+                             weight, mean[n], rstd[n], C);
         }
 #pragma omp for schedule(static)
         for (int64_t start = 0; start < C; start += COLUMNS) {

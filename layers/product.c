@@ -1,22 +1,22 @@
 /* product.c - single-precision matrix products: our own, and CBLAS where there is one, on slices of C, a slice a thread.
  *
- * Our own is the construction of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008). A tile of
- * ROWS x COLUMNS of C stays in registers while K runs:
+ * Our own is the construction of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008). A tile
+ * of ROWS x COLUMNS of C stays in registers while K runs:
  *
  *              COLUMNS = two vectors
  *             +-----------------+       for k:  two loads from B's panel, ROWS broadcasts from A's panel,
  *       ROWS  |  C in registers |               2 * ROWS multiply-adds
  *             +-----------------+
  *
- * Panels are packed so that both are read as one stream, whatever the layout of A and B in memory; a block of A of BLOCK_M x BLOCK_K
- * stays in the second cache while the panels of B (BLOCK_K x BLOCK_N) pass over it. Packing costs one read and one
- * write an element for 2*N (2*M) operations; where K is contiguous it is a transposition, done in registers.
+ * Panels are packed so that both are read as one stream, whatever the layout of A and B in memory; a block of A of BLOCK_M
+ * x BLOCK_K stays in the second cache while the panels of B (BLOCK_K x BLOCK_N) pass over it. Packing costs one read and
+ * one write an element for 2*N (2*M) operations; where K is contiguous it is a transposition, done in registers.
  *
- * A tile starts from the bias row, from zeros, or from what C holds, so none of the three needs a pass of its own, and GELU is
- * applied to a finished tile while it is in the first cache.
+ * A tile starts from the bias row, from zeros, or from what C holds, so none of the three needs a pass of its own, and
+ * GELU is applied to a finished tile while it is in the first cache.
  *
- * Every element of C is summed in the same order wherever the slices and tiles lie, so our own product gives the same bits for any
- * number of threads.
+ * Every element of C is summed in the same order wherever the slices and tiles lie, so our own product gives the same bits
+ * for any number of threads.
  */
 #include "layers/product.h"
 
@@ -73,16 +73,13 @@ size_t product_buffer(void) { return ((size_t)(BUFFER_A + BUFFER_B) + 1023) / 10
 /* Transposes a square of WIDTH vectors: log2(WIDTH) times, zip row i with row i + WIDTH/2 into rows 2i and 2i+1. */
 static inline void transpose_square(Vector square[WIDTH])
 {
-#pragma GCC unroll 4
-    for (int round = 1; round < WIDTH; round *= 2) {
+    UNROLL for (int round = 1; round < WIDTH; round *= 2) {
         Vector zipped[WIDTH];
-#pragma GCC unroll 8
-        for (int i = 0; i < WIDTH / 2; i++) {
+        UNROLL for (int i = 0; i < WIDTH / 2; i++) {
             zipped[2 * i] = SHUFFLE(square[i], square[i + WIDTH / 2], ZIP_LOW);
             zipped[2 * i + 1] = SHUFFLE(square[i], square[i + WIDTH / 2], ZIP_HIGH);
         }
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) square[i] = zipped[i];
+        UNROLL for (int i = 0; i < WIDTH; i++) square[i] = zipped[i];
     }
 }
 
@@ -97,19 +94,18 @@ static void pack_copy(float *panel, const float *source, int64_t stride, int64_t
         for (int64_t i = 0; i < width; i++) panel[k * width + i] = i < lanes ? source[k * stride + i] : 0;
 }
 
-/* panel[k*width + i] = source[i*stride + k] for i < lanes, 0 for lanes <= i < width; k < K. Writes up to WIDTH floats more. */
+/* panel[k*width + i] = source[i*stride + k] for i < lanes, 0 for lanes <= i < width; k < K. Writes up to WIDTH floats
+ * more. */
 static void pack_transpose(float *panel, const float *source, int64_t stride, int64_t lanes, int64_t width, int64_t K)
 {
     int64_t whole = K - K % WIDTH;
     for (int64_t k = 0; k < whole; k += WIDTH)
         for (int64_t i = 0; i < width; i += WIDTH) {
             Vector square[WIDTH];
-#pragma GCC unroll 16
-            for (int r = 0; r < WIDTH; r++)
+            UNROLL for (int r = 0; r < WIDTH; r++)
                 square[r] = i + r < lanes ? vector_load(source + (i + r) * stride + k) : (Vector){0};
             transpose_square(square);
-#pragma GCC unroll 16
-            for (int r = 0; r < WIDTH; r++) vector_store(panel + (k + r) * width + i, square[r]);
+            UNROLL for (int r = 0; r < WIDTH; r++) vector_store(panel + (k + r) * width + i, square[r]);
         }
     for (int64_t k = whole; k < K; k++)
         for (int64_t i = 0; i < width; i++) panel[k * width + i] = i < lanes ? source[i * stride + k] : 0;
@@ -142,21 +138,18 @@ static inline __attribute__((always_inline)) void tile_rows(const int rows, floa
                                                             int64_t init_stride, const float *a, const float *b, int64_t K)
 {
     Vector sum[ROWS][2];
-#pragma GCC unroll 12
-    for (int i = 0; i < rows; i++) {
+    UNROLL for (int i = 0; i < rows; i++) {
         sum[i][0] = vector_load(init + i * init_stride);
         sum[i][1] = vector_load(init + i * init_stride + WIDTH);
     }
     for (int64_t k = 0; k < K; k++, a += ROWS, b += COLUMNS) {
         Vector b0 = vector_load(b), b1 = vector_load(b + WIDTH);
-#pragma GCC unroll 12
-        for (int i = 0; i < rows; i++) {
+        UNROLL for (int i = 0; i < rows; i++) {
             sum[i][0] += a[i] * b0;
             sum[i][1] += a[i] * b1;
         }
     }
-#pragma GCC unroll 12
-    for (int i = 0; i < rows; i++) {
+    UNROLL for (int i = 0; i < rows; i++) {
         vector_store(c + i * c_stride, sum[i][0]);
         vector_store(c + i * c_stride + WIDTH, sum[i][1]);
     }
@@ -232,6 +225,8 @@ void product_own(const Product *p, float *buffer)
     }
 }
 
+int product_own_is_fast(void) { return WIDTH == 16; }
+
 /* --- CBLAS --------------------------------------------------------------------------------------------------------- */
 
 #ifdef HAVE_CBLAS
@@ -277,7 +272,7 @@ int product_has_blas(void) { return 0; }
 
 const char *product_blas_name(char *text, size_t size)
 {
-    snprintf(text, size, "own matrix products");
+    snprintf(text, size, "no CBLAS");
     return text;
 }
 

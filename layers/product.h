@@ -32,10 +32,12 @@ size_t product_buffer(void);
 
 /* The whole product on this thread, by our own code; `buffer` holds product_buffer() floats, aligned to 64 bytes. */
 void product_own(const Product *product, float *buffer);
+/* Whether product_own is at least as fast as any CBLAS measured here: with vectors of 512 bits (dev/bench_layers.c). */
+int product_own_is_fast(void);
 /* The same through CBLAS. Only where product_has_blas(). */
 void product_blas(const Product *product);
 int product_has_blas(void);
-/* "OpenBLAS 0.3.21 (Haswell)", or "CBLAS", or "own matrix products". */
+/* "OpenBLAS 0.3.21 (Haswell)", or "CBLAS", or "no CBLAS", written to text. */
 const char *product_blas_name(char *text, size_t size);
 /* Keeps CBLAS from starting threads of its own, where it lets itself be told. */
 void product_blas_open(void);

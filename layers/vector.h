@@ -18,6 +18,13 @@
 #define WIDTH 4
 #endif
 
+/* Before a loop of at most 16 constant rounds: unrolls it whole, so that an array indexed by it can live in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 typedef float Vector __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t VectorInt __attribute__((vector_size(WIDTH * 4)));
 /* Half as many doubles fill the same register. */
