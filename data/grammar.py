@@ -36,10 +36,10 @@ VOWELS = "a e i o u".split()
 CODAS = "l m n r".split()  # none is s: a stem and an s are never another stem
 
 NUMBERS = ("one", "many")
-DETERMINERS = {"one": "a this every".split(), "many": "some these most".split()}
-PREPOSITIONS = "near under behind".split()
+DETERMINERS = {"one": "a my this".split(), "many": "the two some".split()}
+PREPOSITIONS = "by in on".split()
 # How many words of each kind. More take longer to learn, and make a better read.
-SIZES = {"noun": 16, "adjective": 8, "adverb": 5, "intransitive": 6, "transitive": 6}
+SIZES = {"noun": 24, "adjective": 12, "adverb": 8, "intransitive": 10, "transitive": 10}
 BELIEFS = "know think".split()
 
 # Where the sentence ends: the one place with these bytes.
@@ -114,8 +114,7 @@ def _words(rng):
     """Yields distinct words of one or two syllables that are none of the fixed ones."""
     seen = {"does", "do", "that", "while", *PREPOSITIONS, *BELIEFS, *itertools.chain(*DETERMINERS.values())}
     while True:
-        word = rng.choice(ONSETS) + rng.choice(VOWELS)
-        word += rng.choice(CODAS) if rng.random() < 0.4 else rng.choice(ONSETS) + rng.choice(VOWELS)
+        word = rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS + [""])
         if word not in seen:
             seen.add(word)
             yield word
@@ -123,7 +122,7 @@ def _words(rng):
 
 def _choose(words):
     """One of the words with a blank before it, the earlier ones more often."""
-    weights = [1 / (rank + 4) for rank in range(len(words))]
+    weights = [1 / (rank + 6) for rank in range(len(words))]
     return tuple((weight / sum(weights), (" " + word,)) for word, weight in zip(words, weights))
 
 
@@ -144,7 +143,7 @@ def _shared(lexicon):
         "Clause": ((0.5, ("Phrase_one", "Predicate_one")), (0.5, ("Phrase_many", "Predicate_many"))),
         "Phrase": ((0.5, ("Phrase_one",)), (0.5, ("Phrase_many",))),
         "Agent": ((0.5, ("Phrase_one", "Transitive_one")), (0.5, ("Phrase_many", "Transitive_many"))),
-        "Adjectives": _optional(0.3, "Adjective", "Adjectives"),
+        "Adjectives": _optional(0.4, "Adjective", "Adjectives"),
         "Adjective": _choose(lexicon["adjective"]),
         "Manner": ((0.4, ()), (0.3, ("Adverb",)), (0.3, ("Preposition", "Phrase"))),
         "Adverb": _choose(lexicon["adverb"]),

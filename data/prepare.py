@@ -81,7 +81,7 @@ Document = collections.namedtuple("Document", "path size modified")
 Piece = collections.namedtuple("Piece", "path start end closes")
 
 
-# --- tokenizers -----------------------------------------------------------------------------------------------------------
+# --- tokenizers -------------------------------------------------------------------------------------------------------
 
 class Tokenizer:
     """encode: str -> list of tokens, or None where tokens are bytes. table: the bytes of each token. splits: whether text
@@ -696,9 +696,8 @@ def prepare(args):
         corpus = {"tokenizer": tokenizer.name, "vocab": tokenizer.vocab, "train_tokens": counts["train"],
                   "val_tokens": counts["val"], "entropy_rate": rate, "sources": sources}
         write_file(staging.file("corpus.json"), json.dumps(corpus, indent=1).encode() + b"\n")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # from here on it is a matter of a moment, and should be all or nothing
-        staging.publish()
+        with signals(signal.SIG_IGN):  # from here on it is a matter of a moment, and should be all or nothing
+            staging.publish()
     except BaseException:
         staging.discard()
         raise
@@ -746,12 +745,22 @@ def stop(number, _frame):
     raise Stopped(signal.Signals(number).name)
 
 
+@contextlib.contextmanager
+def signals(handler):
+    """Ctrl-C and SIGTERM go to the handler meanwhile."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 def main(argv=None):
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
     try:
-        prepare(args)
+        with signals(stop):
+            prepare(args)
     except Fault as fault:
         print(f"prepare.py: {fault}", file=sys.stderr)
         return 1

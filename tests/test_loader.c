@@ -209,7 +209,8 @@ static void test_faults(const ShardSet *set)
 {
     static const struct { int64_t B, T, vocab, position; const char *word; } wrong[] = {
         {0, 16, 257, 0, "batch 0"}, {4, 0, 257, 0, "sequence 0"}, {4, 16, 0, 0, "vocabulary 0"},
-        {4, 16, 257, -1, "position -1"}, {4, 641, 257, 0, "641 tokens, expected at least 642"}, {4, INT64_MAX, 257, 0, "9223372036854775808"},
+        {4, 16, 257, -1, "position -1"}, {4, 641, 257, 0, "641 tokens, expected at least 642"},
+        {4, INT64_MAX, 257, 0, "9223372036854775808"},
         {INT64_MAX / 8, 16, 257, 0, "not enough memory for two batches of 1152921504606846975 x 16"},
     };
     Error error = {""};
