@@ -362,8 +362,8 @@ static void read_tensor(Gpt *gpt, GptBuffer to, size_t i, const SafetensorsTenso
             transpose(buffers->slab + column, columns, buffers->stage, n, width, n);
         }
         gpt_write(gpt, to, i, row, n, buffers->slab);
+        safetensors_release(source);
     }
-    safetensors_release(source);
 }
 
 static void source_close(Source *source)
@@ -421,6 +421,19 @@ static int is_mask(const char *name)
     return !strcmp(name + end, "bias") || !strcmp(name + end, "masked_bias");
 }
 
+/* Whether two tensors have one dtype and the same bytes. */
+static int is_equal(const SafetensorsTensor *a, const SafetensorsTensor *b)
+{
+    const size_t piece = 1 << 20;
+    int equal = !strcmp(a->dtype, b->dtype) && a->bytes == b->bytes;
+    for (size_t at = 0; equal && at < a->bytes; at += piece) {
+        equal = !memcmp(a->data + at, b->data + at, a->bytes - at < piece ? a->bytes - at : piece);
+        safetensors_release(a);
+        safetensors_release(b);
+    }
+    return equal;
+}
+
 /* Fails on a tensor that the model has no use for: not matched, no mask, no copy of wte. */
 static int check_surplus(const Source *source, const SafetensorsTensor *wte, Error *error)
 {
@@ -433,10 +446,9 @@ static int check_surplus(const Source *source, const SafetensorsTensor *wte, Err
         if (strcmp(tensor->name, "lm_head.weight"))
             return error_set(error, "%s: the tensor \"%.200s\" is none of the model's %zu", source->path, tensor->name,
                              source->count);
-        if (strcmp(tensor->dtype, wte->dtype) || tensor->bytes != wte->bytes || memcmp(tensor->data, wte->data, wte->bytes))
+        if (!is_equal(tensor, wte))
             return error_set(error, "%s: \"lm_head.weight\" differs from \"%s\": the model uses one tensor for both",
                              source->path, wte->name);
-        safetensors_release(tensor);
     }
     return 0;
 }
@@ -453,6 +465,7 @@ static int check_values(const Source *source, const SafetensorsTensor *tensor, i
         int64_t n = smaller(buffers->stage_elements, total - first);
         int bad = 0;
         safetensors_to_fp32(buffers->stage, tensor, first, n, NULL);
+        safetensors_release(tensor);
         for (int64_t i = 0; i < n; i++) bad |= !is_plausible(buffers->stage[i], square);
         for (int64_t i = 0; bad; i++) {
             if (is_plausible(buffers->stage[i], square)) continue;
@@ -462,7 +475,6 @@ static int check_values(const Source *source, const SafetensorsTensor *tensor, i
                              tensor->name, (double)buffers->stage[i], where, square ? " of at least 0" : "");
         }
     }
-    safetensors_release(tensor);
     return 0;
 }
 

@@ -322,7 +322,7 @@ static long peak_kilobytes(void)
 
 static void test_large(void)
 {
-    static const GptConfig config = {.layers = 2, .heads = 1, .channels = 736, .context = 3, .vocab = 11};
+    static const GptConfig config = {.layers = 1, .heads = 1, .channels = 736, .context = 3, .vocab = 11000};
     Gpt *gpt = model_open(&config), *other = model_open(&config);
     const char *path;
     CheckpointState state;
@@ -336,7 +336,7 @@ static void test_large(void)
     path = save(fresh("large"), gpt, 1);
     CHECK(!checkpoint_load_optimizer(path, other, &state, &error), "%s", error.text);
     peak = peak_kilobytes() - peak;
-    CHECK(peak < 40000, "saving and loading 156 MB took %ld kB more memory", peak);
+    CHECK(peak < 30000, "saving and loading 176 MB took %ld kB more memory", peak);
     CHECK(model_hash(gpt) == model_hash(other), "the model that came back is another");
     check_layout(gpt, in(path, "model.safetensors"), "", GPT_PARAMETERS);
     gpt_free(gpt);
