@@ -129,13 +129,13 @@ static inline void truth_row(Problem *problem, int64_t head, int64_t i, double *
         D += p[j] * dp[j];
         D_abs += p[j] * dp_abs[j];
     }
-    problem->truth[QUANTITY_LSE][me] = max + log(sum);
-    problem->terms[QUANTITY_LSE][me] = 1 + fabs(max + log(sum));
+    double lse = problem->truth[QUANTITY_LSE][me] = max + log(sum);
+    problem->terms[QUANTITY_LSE][me] = 1 + fabs(lse);
     problem->logits[QUANTITY_LSE][me] = s_abs;
     double q_max = largest_of(q, HS), do_max = largest_of(dout, HS);
     for (int64_t j = 0; j <= i; j++) {
         const float *k = problem->input[INPUT_K] + (base + j) * HS, *v = problem->input[INPUT_V] + (base + j) * HS;
-        double k_max = largest_of(k, HS), v_max = largest_of(v, HS), p_error = p[j] * (1 - p[j]) * s_abs;
+        double k_max = largest_of(k, HS), v_max = largest_of(v, HS), p_error = p[j] * ((1 - p[j]) * s_abs + fabs(lse));
         double ds = scale * p[j] * (dp[j] - D), ds_size = scale * p[j] * (fabs(dp[j]) + fabs(D));
         double ds_error = scale * (p_error * (fabs(dp[j]) + fabs(D)) + p[j] * (dp_abs[j] + D_abs));
         add_scaled_double(problem->truth[QUANTITY_O] + me * HS, p[j], v, HS);

@@ -9,7 +9,8 @@
  * results rounded to the kernel's type: what a straightforward framework does. The other two are a floor, for stripes in
  * which the plain one happens to be lucky (at T = 1 it is exact). Both of their measures come with the truth: the sum of
  * the absolute values that are added up to an element, times the unit roundoff u of the type; and what errors in the
- * logits, which are fp32 in every kernel, do to it: dP_ij = P_ij (1 - P_ij) dS_ij.
+ * logits and in LSE, which are fp32 in every kernel, do to it: P_ij = exp(S_ij - LSE_i) moves by P_ij (1 - P_ij) of the
+ * one and P_ij of the other.
  */
 #ifndef BOUNDS_H
 #define BOUNDS_H
