@@ -5,8 +5,8 @@
  *                         state.json                               step, data position, random state, ...
  *                         tokenizer.bin                            a copy, where the run has one
  *
- * A checkpoint is written under a temporary name in DIR, every file and the directory fsynced, then renamed: whatever instant
- * the process dies at, the directories called step_* are complete. Removal renames first, too.
+ * A checkpoint is written under a temporary name in DIR, every file and the directory fsynced, then renamed: whatever
+ * instant the process dies at, the directories called step_* are complete. Removal renames first, too.
  */
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
@@ -32,12 +32,11 @@ typedef struct CheckpointState {
 } CheckpointState;
 
 /* Writes DIR/step_NNNNNNNN for state->step (if it exists already and is complete, it is left alone and 0 is returned; a
- * damaged one is replaced).
- * end_of_text: token for config.json's bos and eos, or -1. tokenizer: path of the file to copy beside it, or NULL.
- * path (of path_size bytes) gets the checkpoint's path. On an error (disk full, ...) nothing under a final name has changed and
- * the temporary is removed. Returns 0 or -1. */
-int checkpoint_save(const char *dir, const Gpt *gpt, const CheckpointState *state, int32_t end_of_text, const char *tokenizer,
-                    char *path, size_t path_size, Error *error);
+ * damaged one is replaced). gpt must have been made for training. end_of_text: token for config.json's bos and eos, or -1.
+ * tokenizer: path of the file to copy beside it, or NULL. path (of path_size bytes) gets the checkpoint's path. On an error
+ * (disk full, ...) nothing under a final name has changed and the temporary is removed. Returns 0 or -1. */
+int checkpoint_save(const char *dir, const Gpt *gpt, const CheckpointState *state, int32_t end_of_text,
+                    const char *tokenizer, char *path, size_t path_size, Error *error);
 
 /* Path of the complete checkpoint with the highest step in dir; 1 where there is one, 0 where there is none, -1 on an error:
  * also where checkpoints are there and every one is damaged. Where newer ones were damaged and passed over, error->text says

@@ -30,7 +30,7 @@ struct JsonValue {
 typedef struct JsonDocument JsonDocument;
 
 /* Parses `length` bytes; `name` (a file name) opens error sentences, which give the byte offset. Duplicate keys in an
- * object are an error. NULL on an error. */
+ * object are an error, so are a key with a zero byte, a number beyond double and more than 4 Mi values. NULL on an error. */
 JsonDocument *json_parse(const char *text, size_t length, const char *name, Error *error);
 /* Reads and parses a file of at most 64 MiB. */
 JsonDocument *json_read(const char *path, Error *error);
@@ -42,8 +42,8 @@ const JsonValue *json_member(const JsonValue *object, const char *key);
 /* 1 where the value is a number that is an integer in [-2^63, 2^63), exactly; *out gets it. Else 0. */
 int json_integer(const JsonValue *value, int64_t *out);
 
-/* Writes `text` as a JSON string with quotes to `out` as snprintf would: at most `size` bytes, returns what it needs. Bytes that
- * are not UTF-8 become U+FFFD. */
+/* Writes `text` as a JSON string with quotes to `out` as snprintf would: at most `size` bytes; returns what it needs without
+ * the closing 0, or -1 where that is more than an int holds. Bytes that are not UTF-8 become U+FFFD. */
 int json_quote(char *out, size_t size, const char *text, size_t length);
 
 #ifdef __cplusplus
