@@ -27,6 +27,7 @@
 
 typedef float Vector __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t VectorInt __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t VectorBits __attribute__((vector_size(WIDTH * 4)));
 /* Half as many doubles fill the same register. */
 typedef double VectorDouble __attribute__((vector_size(WIDTH * 4)));
 typedef float VectorHalf __attribute__((vector_size(WIDTH * 2)));
@@ -105,8 +106,8 @@ static inline Vector vector_exp_negative(Vector x)
     p = p * r + (1.0f / 6);
     p = p * r + 0.5f;
     p = p * (r * r) + r + 1.0f;
-    VectorInt exponent = (VectorInt)shifted << 23; /* the bits of `magic` above n fall off */
-    Vector power = (Vector)(exponent + (127 << 23));
+    VectorBits exponent = (VectorBits)shifted << 23; /* the bits of `magic` above n fall off */
+    Vector power = (Vector)(exponent + (127u << 23));
     return vector_select(x < -87.3f, (Vector){0}, p * power);
 }
 
