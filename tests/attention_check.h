@@ -365,20 +365,21 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
     double worst = 0, plain = 0, terms = 0, logits = 0;
     for (int64_t row = first; row < last; row++) {
         int clean = 1;
-        /* Infinities and NaN pass into each other with the order of a sum; where either may stand is what counts. */
+        /* A row is judged by its numbers where all of them are finite, else by where they are not: infinities and NaN pass
+         * into each other with the order of a sum. */
         for (int64_t d = 0; d < width; d++) clean = clean && isfinite(problem->truth[quantity][row * width + d]);
         for (int64_t d = 0; d < width; d++) {
             double truth = problem->truth[quantity][row * width + d], got = result->value[quantity][row * width + d];
-            if (isfinite(truth) ? !isfinite(got) && clean : isfinite(got))
+            if (clean ? !isfinite(got) : !isfinite(truth) && isfinite(got))
                 return judge_fault(judgement, "%s head %lld row %lld column %lld is %g, should be %g", names[quantity],
                                    (long long)head, (long long)(row % shape->T), (long long)d, got, truth);
-            if (!isfinite(truth) || !isfinite(got)) continue;
-            worst = fmax(worst, fabs(got - truth));
-            plain = fmax(plain, fabs(problem->plain[quantity][row * width + d] - truth));
+            if (!clean) continue;
+            worst = larger(worst, fabs(got - truth));
+            plain = larger(plain, fabs(problem->plain[quantity][row * width + d] - truth));
         }
         if (!clean) continue;
-        terms = fmax(terms, problem->terms[quantity][row]);
-        logits = fmax(logits, problem->logits[quantity][row]);
+        terms = larger(terms, problem->terms[quantity][row]);
+        logits = larger(logits, problem->logits[quantity][row]);
     }
     double u = quantity == QUANTITY_LSE ? unit_roundoff[DTYPE_FP32] : unit_roundoff[shape->dtype];
     const Bound *bound = &bounds[shape->dtype][quantity];
