@@ -68,6 +68,7 @@ static void stop_on_signals(void)
     action.sa_flags = (int)(SA_RESETHAND | SA_RESTART);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    signal(SIGXFSZ, SIG_IGN); /* a file-size limit is a failed write, which is reported, not a death */
 }
 
 /* --- setup ------------------------------------------------------------------------------------------------------------------ */
@@ -85,8 +86,11 @@ static int setup_start(Trainer *t)
         if (run_open(&t->run, o->out, 1, &t->error)) return EXIT_OPTION;
         if (run_path(&t->run, "config.json", path, sizeof path, &t->error)) return EXIT_OPTION;
         if (!access(path, F_OK) && options_from_config(o, &t->given, path, &t->error)) return EXIT_OPTION;
+        *t->error.text = 0;
         int found = checkpoint_newest(o->out, t->start_path, sizeof t->start_path, &t->error);
         if (found < 0) return EXIT_MACHINE;
+        if (*t->error.text) printf("resume   %s\n", t->error.text); /* damaged checkpoints that were passed over */
+        if (checkpoint_prune(o->out, o->keep, &t->error)) return EXIT_MACHINE;
         if (!found) {
             *t->start_path = 0;
             printf("resume   %s holds no complete checkpoint: starting at step 0\n", o->out);
@@ -273,8 +277,9 @@ static int setup_weights(Trainer *t)
         gpt_init_random(t->gpt, (uint64_t)t->options.seed);
         return 0;
     }
-    if (checkpoint_load_parameters(t->start_path, t->gpt, &t->error)) return EXIT_MACHINE;
-    if (t->options.resume && checkpoint_load_optimizer(t->start_path, t->gpt, &t->state, &t->error)) return EXIT_MACHINE;
+    if (t->options.resume ? checkpoint_load_optimizer(t->start_path, t->gpt, &t->state, &t->error)
+                          : checkpoint_load_parameters(t->start_path, t->gpt, &t->error))
+        return EXIT_MACHINE;
     printf("start    %s%s, step %lld\n", t->options.resume ? "resuming from " : "", t->start_path, (long long)t->state.step);
     return 0;
 }

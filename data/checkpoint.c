@@ -199,8 +199,7 @@ static int read_state(const char *dir, CheckpointState *state, Error *error)
     seconds = json_member(root, "seconds");
     if (read_integer(root, "step", path, 0, &state->step, error) ||
         read_integer(root, "data_position", path, 0, &state->data_position, error) ||
-        read_word(root, "seed", path, &state->seed, error) ||
-        read_word(root, "sample_state", path, &state->sample_state, error)) {
+        read_word(root, "seed", path, &state->seed, error)) {
         result = -1;
     } else if (!loss || (loss->kind != JSON_NUMBER && loss->kind != JSON_NULL)) {
         error_set(error, "%s: \"validation_loss\" is neither a number nor null", path);
@@ -699,11 +698,10 @@ static int write_state(const char *path, const CheckpointState *state, Error *er
         "  \"step\": %" PRId64 ",\n"
         "  \"data_position\": %" PRId64 ",\n"
         "  \"seed\": \"%" PRIu64 "\",\n"
-        "  \"sample_state\": \"%" PRIu64 "\",\n"
         "  \"validation_loss\": %s,\n"
         "  \"seconds\": %.17g\n"
         "}\n",
-        state->step, state->data_position, state->seed, state->sample_state,
+        state->step, state->data_position, state->seed,
         isfinite(state->validation_loss) ? loss : "null", isfinite(state->seconds) ? state->seconds : 0.0);
     return write_file(path, text, (size_t)length, error);
 }

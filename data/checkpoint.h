@@ -26,7 +26,6 @@ typedef struct CheckpointState {
     int64_t step;          /* updates done */
     int64_t data_position; /* loader_position at that moment */
     uint64_t seed;         /* of the run */
-    uint64_t sample_state; /* random state of the sampler */
     double validation_loss; /* last one measured, NaN where none */
     double seconds;        /* of training, all sessions together */
 } CheckpointState;
