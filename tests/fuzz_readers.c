@@ -1,0 +1,425 @@
+/* fuzz_readers.c - damaged files for every reader: shards, safetensors, JSON, tokenizer.
+ *
+ *     fuzz_readers [SECONDS [SEED [FILE]]]       default: 2 seconds, seed 1, a file in memory
+ *
+ * Seeds are small sound files of each format, made here. Each round takes one, damages it (bytes, bits, whole integers with
+ * values that have broken readers before, header fields, pieces taken out, doubled or brought in from another file, the end
+ * cut off, words that mean something in a JSON header) and hands it to its reader. What the reader accepts is then read to
+ * the end, as a program does that trusts it, and now and then becomes a seed itself, so that damage can add up. A fault is a
+ * crash, a report of the sanitizers (make fuzz builds with them), an error without its sentence, or a promise of the reader
+ * that does not hold. Rounds follow from the seed alone: the same seed and a FILE show a fault again and leave what did it.
+ */
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "data/json.h"
+#include "data/random.h"
+#include "data/safetensors.h"
+#include "data/shards.h"
+#include "data/tokenizer.h"
+
+enum { LARGEST = 1 << 14, SEEDS = 24 };
+
+typedef struct Sample {
+    uint8_t bytes[LARGEST];
+    size_t size;
+} Sample;
+
+typedef struct Fuzzer Fuzzer;
+
+/* One reader with its seeds. `read` gives 1 where the file was accepted and 0 where it was refused. */
+typedef struct Target {
+    const char *name;
+    int (*read)(Fuzzer *fuzzer, const Sample *sample);
+    void (*make)(struct Target *target, Fuzzer *fuzzer);
+    Sample seeds[SEEDS];
+    int sound, count; /* seeds made here, which stay; all of them */
+    long rounds, accepted;
+} Target;
+
+struct Fuzzer {
+    uint64_t random;
+    char path[256]; /* the file that readers open */
+    int file;       /* the same, open for writing */
+    volatile unsigned sink; /* what was read, so that reading is not left out */
+};
+
+static uint64_t below(Fuzzer *fuzzer, uint64_t n) { return random_u64(&fuzzer->random) % n; }
+
+/* Says what is wrong and ends; the damaged file stays. */
+__attribute__((noreturn, format(printf, 1, 2)))
+static void fault(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    printf("FAIL fuzz: ");
+    vprintf(format, arguments);
+    va_end(arguments);
+    printf("\n0 passed, 1 failed\n");
+    exit(1);
+}
+
+static void touch(Fuzzer *fuzzer, const void *data, size_t bytes)
+{
+    unsigned sum = 0;
+    for (size_t i = 0; i < bytes; i++) sum += ((const uint8_t *)data)[i];
+    fuzzer->sink += sum;
+}
+
+/* Puts the sample where the readers look for it, and reads it. */
+static int read_sample(Fuzzer *fuzzer, const Target *target, const Sample *sample)
+{
+    if (ftruncate(fuzzer->file, 0) || pwrite(fuzzer->file, sample->bytes, sample->size, 0) != (ssize_t)sample->size)
+        fault("cannot write %s", fuzzer->path);
+    return target->read(fuzzer, sample);
+}
+
+/* --- readers ---------------------------------------------------------------------------------------------------------- */
+
+static int refused(const Error *error, const char *name)
+{
+    if (!error->text[0] || strchr(error->text, '\n')) fault("%s: no error of one sentence: '%s'", name, error->text);
+    return 0;
+}
+
+static int read_shards(Fuzzer *fuzzer, const Sample *sample)
+{
+    (void)sample;
+    static const int64_t vocabularies[] = {1, 257, 50257, 65536, (int64_t)1 << 31, (int64_t)1 << 40};
+    Error error = {""};
+    ShardSet set;
+    if (shards_open(&set, fuzzer->path, &error)) return refused(&error, "shards");
+    for (size_t v = 0; v < sizeof vocabularies / sizeof *vocabularies; v++) {
+        error.text[0] = 0;
+        int64_t vocab = vocabularies[v], T = 1 + (int64_t)below(fuzzer, 40);
+        int bad = shards_check_tokens(&set, vocab, &error);
+        if (bad) refused(&error, "shards_check_tokens");
+        int64_t shift = (int64_t)below(fuzzer, (uint64_t)shard_slack(&set.shards[0], T) + 1), n = shards_windows(&set, T);
+        for (int64_t i = 0; i < n; i++) {
+            int32_t window[41];
+            error.text[0] = 0;
+            if (shards_window(&set, i, T, &shift, vocab, window, &error)) {
+                refused(&error, "shards_window");
+                if (!bad && vocab < (int64_t)1 << 31) fault("shards: all tokens were checked, and yet: %s", error.text);
+                break;
+            }
+            touch(fuzzer, window, (size_t)(T + 1) * sizeof *window);
+        }
+    }
+    shards_close(&set);
+    return 1;
+}
+
+static int read_tokenizer(Fuzzer *fuzzer, const Sample *sample)
+{
+    Error error = {""};
+    Tokenizer *tokenizer = tokenizer_open(fuzzer->path, &error);
+    if (!tokenizer) return refused(&error, "tokenizer");
+    int64_t vocab = tokenizer_vocab(tokenizer);
+    for (int64_t t = -1; t <= vocab; t++) {
+        size_t length;
+        const char *bytes = tokenizer_decode(tokenizer, (int32_t)t, &length);
+        touch(fuzzer, bytes, length);
+    }
+    int32_t tokens[64];
+    size_t count;
+    error.text[0] = 0;
+    if (tokenizer_encode(tokenizer, (const char *)sample->bytes, sample->size, tokens, 64, &count, &error)) {
+        refused(&error, "tokenizer_encode");
+    } else {
+        for (size_t i = 0; i < count && i < 64; i++)
+            if (tokens[i] < 0 || tokens[i] >= vocab)
+                fault("tokenizer: token %d of a vocabulary of %lld", tokens[i], (long long)vocab);
+    }
+    tokenizer_close(tokenizer);
+    return 1;
+}
+
+/* Visits every value; gives the number of them. */
+static size_t walk_json(Fuzzer *fuzzer, const JsonValue *value, int depth)
+{
+    size_t children = 0, total = 1;
+    int64_t integer;
+    if (value->key) touch(fuzzer, value->key, strlen(value->key));
+    if (value->text) touch(fuzzer, value->text, value->kind == JSON_STRING ? value->length + 1 : strlen(value->text) + 1);
+    if (json_integer(value, &integer) && (double)integer != value->number)
+        fault("json: integer %lld of number %.17g", (long long)integer, value->number);
+    for (const JsonValue *child = value->child; child; child = child->next, children++) {
+        if (value->kind == JSON_OBJECT && json_member(value, child->key) != child)
+            fault("json: a member is not found under its name");
+        total += walk_json(fuzzer, child, depth + 1);
+    }
+    int holds = value->kind == JSON_ARRAY || value->kind == JSON_OBJECT;
+    if (depth > JSON_DEPTH || (holds && children != value->length) || (!holds && children))
+        fault("json: depth %d, %zu children of %zu", depth, children, value->length);
+    return total;
+}
+
+static int read_json(Fuzzer *fuzzer, const Sample *sample)
+{
+    Error error = {""};
+    /* A copy of the exact size: a read beyond it is one that the sanitizer sees. */
+    char *text = malloc(sample->size ? sample->size : 1);
+    memcpy(text, sample->bytes, sample->size);
+    JsonDocument *document = json_parse(text, sample->size, "fuzz", &error);
+    if (document) {
+        char quoted[256];
+        walk_json(fuzzer, json_root(document), 0);
+        json_quote(quoted, sizeof quoted, text, sample->size < 300 ? sample->size : 300);
+        json_free(document);
+    }
+    free(text);
+    return document ? 1 : refused(&error, "json");
+}
+
+static int read_safetensors(Fuzzer *fuzzer, const Sample *sample)
+{
+    (void)sample;
+    Error error = {""};
+    Safetensors *file = safetensors_open(fuzzer->path, &error);
+    if (!file) return refused(&error, "safetensors");
+    for (size_t i = 0; i < safetensors_count(file); i++) {
+        const SafetensorsTensor *tensor = safetensors_at(file, i);
+        int64_t elements = 1;
+        for (int r = 0; r < tensor->rank; r++) elements *= tensor->shape[r];
+        if (safetensors_find(file, tensor->name) != tensor) fault("safetensors: a tensor is not found under its name");
+        touch(fuzzer, tensor->data, tensor->bytes);
+        float *values = malloc((size_t)elements * sizeof *values + 1);
+        error.text[0] = 0;
+        if (safetensors_to_fp32(values, tensor, 0, elements, &error))
+            refused(&error, "safetensors_to_fp32");
+        else
+            touch(fuzzer, values, (size_t)elements * sizeof *values);
+        free(values);
+    }
+    const char *made_by = safetensors_metadata(file, "made_by");
+    if (made_by) touch(fuzzer, made_by, strlen(made_by));
+    safetensors_close(file);
+    return 1;
+}
+
+/* --- seeds ------------------------------------------------------------------------------------------------------------ */
+
+static void new_seed(Target *target, const void *bytes, size_t size)
+{
+    Sample *sample = &target->seeds[target->count++];
+    memcpy(sample->bytes, bytes, size);
+    sample->size = size;
+    target->sound = target->count;
+}
+
+static void make_shards(Target *target, Fuzzer *fuzzer)
+{
+    static const struct { int32_t magic, version, width, count; } forms[] = {{20240520, 1, 2, 200}, {20240801, 7, 4, 100},
+                                                                             {20240520, 1, 2, 1}};
+    uint8_t data[2048];
+    for (size_t f = 0; f < sizeof forms / sizeof *forms; f++) {
+        memset(data, 0, sizeof data);
+        int32_t header[3] = {forms[f].magic, forms[f].version, forms[f].count};
+        memcpy(data, header, sizeof header);
+        for (int i = 0; i < forms[f].count; i++) data[1024 + i * forms[f].width] = (uint8_t)below(fuzzer, 256);
+        new_seed(target, data, 1024 + (size_t)(forms[f].count * forms[f].width));
+    }
+    new_seed(target, data + 1000, 600);
+}
+
+static void make_tokenizer(Target *target, Fuzzer *fuzzer)
+{
+    for (int merged = 0; merged < 2; merged++) {
+        uint8_t data[4096] = {0};
+        int32_t header[4] = {20240328, 2, merged ? 40 : 257, merged ? 0 : 256};
+        memcpy(data, header, sizeof header);
+        size_t at = 1024;
+        for (int t = 0; t < header[2]; t++) {
+            uint8_t length = merged ? (uint8_t)below(fuzzer, 40) : 1;
+            data[at++] = length;
+            for (int i = 0; i < length; i++) data[at++] = (uint8_t)(t + i);
+        }
+        new_seed(target, data, at);
+    }
+}
+
+static void make_json(Target *target, Fuzzer *fuzzer)
+{
+    static const char *const texts[] = {
+        "{\"model_type\": \"gpt2\", \"n_layer\": 12, \"eps\": 1e-05, \"bos\": null, \"use\": [true, false, -0.5, "
+        "9007199254740993]}",
+        "[\"\\u00e9\\ud83d\\ude00\\n\\\\\\\"\", \"\xc3\xa9\xe4\xb8\xad\xf0\x9f\x98\x80\", \"\", {}, [], "
+        "{\"\": {\"a\": [[[]]]}}]",
+        "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[0]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]",
+        "-12.75E+10", "  \"x\"\t\r\n", "{\"vocab\":50257,\"a\":{\"b\":{\"c\":{\"d\":1}}},\"e\":[1,2,3,4,5,6,7,8,9]}",
+    };
+    (void)fuzzer;
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) new_seed(target, texts[i], strlen(texts[i]));
+}
+
+static void make_safetensors(Target *target, Fuzzer *fuzzer)
+{
+    static const struct { const char *header; size_t data; } files[] = {
+        {"{\"__metadata__\":{\"made_by\":\"fuzz\"},\"wte\":{\"dtype\":\"F32\",\"shape\":[4,3],\"data_offsets\":[0,48]},"
+         "\"h.0.w\":{\"dtype\":\"BF16\",\"shape\":[2,2,2],\"data_offsets\":[48,64]},"
+         "\"h.0.b\":{\"dtype\":\"F16\",\"shape\":[7],\"data_offsets\":[64,78]}}  ", 78},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"I64\",\"shape\":[0,5],"
+         "\"data_offsets\":[4,4]},\"c\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[4,7]}}", 7},
+        {"{}", 0},
+    };
+    for (size_t f = 0; f < sizeof files / sizeof *files; f++) {
+        uint8_t data[1024];
+        uint64_t length = strlen(files[f].header);
+        memcpy(data, &length, 8);
+        memcpy(data + 8, files[f].header, length);
+        for (size_t i = 0; i < files[f].data; i++) data[8 + length + i] = (uint8_t)below(fuzzer, 256);
+        new_seed(target, data, 8 + (size_t)length + files[f].data);
+    }
+}
+
+/* --- damage ----------------------------------------------------------------------------------------------------------- */
+
+/* Replaces `old` bytes at `at` by `size` others, as far as the largest sample allows. */
+static void replace_bytes(Sample *sample, size_t at, size_t old, const void *bytes, size_t size)
+{
+    if (at > sample->size) at = sample->size;
+    if (old > sample->size - at) old = sample->size - at;
+    if (sample->size - old + size > LARGEST) return;
+    uint8_t copy[LARGEST];
+    memcpy(copy, bytes, size); /* bytes may lie in the sample */
+    memmove(sample->bytes + at + size, sample->bytes + at + old, sample->size - at - old);
+    memcpy(sample->bytes + at, copy, size);
+    sample->size = sample->size - old + size;
+}
+
+/* A number as a text header holds it. */
+static void damage_digits(Fuzzer *fuzzer, Sample *sample, size_t at)
+{
+    static const char *const numbers[] = {
+        "0", "1", "-1", "48", "2147483648", "4294967295", "4294967296", "9223372036854775807", "9223372036854775808",
+        "18446744073709551615", "1e308", "1e999", "0.5", "00", "1.", "-",
+    };
+    while (at < sample->size && (sample->bytes[at] < '0' || sample->bytes[at] > '9')) at++;
+    size_t end = at;
+    while (end < sample->size && sample->bytes[end] >= '0' && sample->bytes[end] <= '9') end++;
+    const char *number = numbers[below(fuzzer, sizeof numbers / sizeof *numbers)];
+    replace_bytes(sample, at, end - at, number, strlen(number));
+}
+
+static void damage_once(Fuzzer *fuzzer, Sample *sample, const Sample *other)
+{
+    static const uint64_t values[] = {0, 1, 2, 0x7f, 0x80, 0xff, 0x7fff, 0x8000, 0xffff, 0x7fffffff, 0x80000000, 0xffffffff,
+                                      0x100000000, 0x7fffffffffffffff, 0x8000000000000000, 0xffffffffffffffff};
+    static const char *const words[] = {
+        "{", "}", "[", "]", ",", ":", "\"", "\\", "\\u", "\\ud800", "null", "\"shape\"", "\"dtype\"",
+        "\"data_offsets\":[0,48]", "\"F32\"", "\"F64\"", "\"__metadata__\":{", "\xff", "\xc0\x80", "\xed\xa0\x80", " ", "\n",
+        "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
+    };
+    size_t size = sample->size;
+    /* Half of all damage goes to the first bytes, where headers and lengths lie. */
+    size_t at = size ? (size_t)below(fuzzer, below(fuzzer, 2) ? size : size < 24 ? size : 24) : 0;
+    size_t span = 1 + (size_t)below(fuzzer, below(fuzzer, 4) ? 8 : 200);
+    switch (below(fuzzer, 10)) {
+    case 0:
+        if (size) sample->bytes[at] = (uint8_t)random_u64(&fuzzer->random);
+        break;
+    case 1:
+        if (size) sample->bytes[at] ^= (uint8_t)(1u << below(fuzzer, 8));
+        break;
+    case 2: {
+        uint64_t value = values[below(fuzzer, sizeof values / sizeof *values)] + below(fuzzer, 3) - 1;
+        size_t width = (size_t)1 << below(fuzzer, 4);
+        at -= at % width;
+        if (at + width <= size) memcpy(sample->bytes + at, &value, width);
+        break;
+    }
+    case 3:
+        if (at + 4 <= size) { /* an integer of the header, off by a little */
+            uint32_t value;
+            memcpy(&value, sample->bytes + at / 4 * 4, 4);
+            value += (uint32_t)below(fuzzer, 65) - 32;
+            memcpy(sample->bytes + at / 4 * 4, &value, 4);
+        }
+        break;
+    case 4: sample->size = (size_t)below(fuzzer, size + 1); break;
+    case 5: replace_bytes(sample, at, span, "", 0); break;
+    case 6:
+        if (at + span <= size) replace_bytes(sample, at, 0, sample->bytes + at, span);
+        break;
+    case 7:
+        if (other->size) {
+            size_t from = (size_t)below(fuzzer, other->size), room = other->size - from;
+            replace_bytes(sample, at, below(fuzzer, 2) ? span : 0, other->bytes + from, span < room ? span : room);
+        }
+        break;
+    case 8: {
+        const char *word = words[below(fuzzer, sizeof words / sizeof *words)];
+        replace_bytes(sample, at, below(fuzzer, 2) ? strlen(word) : 0, word, strlen(word));
+        break;
+    }
+    default: damage_digits(fuzzer, sample, size ? (size_t)below(fuzzer, size) : 0); break;
+    }
+}
+
+/* One round: a seed, damaged one to six times, read; kept as a seed where it was accepted, now and then. */
+static void run_round(Target *target, Fuzzer *fuzzer)
+{
+    static Sample sample;
+    const Sample *seed = &target->seeds[below(fuzzer, (uint64_t)target->count)];
+    sample.size = seed->size;
+    memcpy(sample.bytes, seed->bytes, seed->size);
+    for (uint64_t times = 1 + below(fuzzer, 6); times; times--)
+        damage_once(fuzzer, &sample, &target->seeds[below(fuzzer, (uint64_t)target->count)]);
+    target->rounds++;
+    if (!read_sample(fuzzer, target, &sample)) return;
+    target->accepted++;
+    if (below(fuzzer, 16)) return;
+    int place = target->sound + (int)below(fuzzer, (uint64_t)(SEEDS - target->sound));
+    if (target->count < SEEDS) place = target->count++;
+    target->seeds[place].size = sample.size;
+    memcpy(target->seeds[place].bytes, sample.bytes, sample.size);
+}
+
+int main(int argc, char **argv)
+{
+    static Target targets[] = {
+        {.name = "shards", .read = read_shards, .make = make_shards},
+        {.name = "tokenizer", .read = read_tokenizer, .make = make_tokenizer},
+        {.name = "json", .read = read_json, .make = make_json},
+        {.name = "safetensors", .read = read_safetensors, .make = make_safetensors},
+    };
+    enum { TARGETS = sizeof targets / sizeof *targets };
+    Fuzzer fuzzer = {.random = argc > 2 ? strtoull(argv[2], NULL, 10) : 1, .file = -1};
+    double seconds = argc > 1 ? strtod(argv[1], NULL) : 2;
+    if (argc > 3) {
+        snprintf(fuzzer.path, sizeof fuzzer.path, "%s", argv[3]);
+        fuzzer.file = open(fuzzer.path, O_RDWR | O_CREAT, 0666);
+    } else {
+        fuzzer.file = memfd_create("fuzz", 0);
+        snprintf(fuzzer.path, sizeof fuzzer.path, "/proc/self/fd/%d", fuzzer.file);
+    }
+    if (fuzzer.file < 0) return perror(fuzzer.path), 1;
+
+    for (int t = 0; t < TARGETS; t++) {
+        targets[t].make(&targets[t], &fuzzer);
+        for (int s = 0; s < targets[t].count; s++)
+            if (!read_sample(&fuzzer, &targets[t], &targets[t].seeds[s]))
+                fault("%s: a sound file was refused", targets[t].name);
+    }
+    struct timespec start, now;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    do {
+        for (int i = 0; i < 200; i++)
+            for (int t = 0; t < TARGETS; t++) run_round(&targets[t], &fuzzer);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    } while ((double)(now.tv_sec - start.tv_sec) + 1e-9 * (double)(now.tv_nsec - start.tv_nsec) < seconds);
+
+    for (int t = 0; t < TARGETS; t++)
+        printf("ok   fuzz %s: %ld damaged files, %ld of them accepted\n", targets[t].name, targets[t].rounds,
+               targets[t].accepted);
+    printf("%d passed, 0 failed\n", (int)TARGETS);
+    close(fuzzer.file);
+    return 0;
+}
