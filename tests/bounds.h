@@ -33,9 +33,9 @@ typedef struct Bound {
 static const double unit_roundoff[DTYPE_COUNT] = {[DTYPE_FP32] = 0x1p-24, [DTYPE_BF16] = 0x1p-9};
 
 static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
-    [DTYPE_FP32] = {[QUANTITY_O] = {3, 1}, [QUANTITY_LSE] = {3, 1}, [QUANTITY_DQ] = {3, 1}, [QUANTITY_DK] = {3, 1},
-                    [QUANTITY_DV] = {3, 1}},
-    [DTYPE_BF16] = {[QUANTITY_O] = {1, 1}, [QUANTITY_LSE] = {3, 1}, [QUANTITY_DQ] = {1, 1}, [QUANTITY_DK] = {1, 1},
+    [DTYPE_FP32] = {[QUANTITY_O] = {4, 2}, [QUANTITY_LSE] = {4, 2}, [QUANTITY_DQ] = {4, 2}, [QUANTITY_DK] = {4, 2},
+                    [QUANTITY_DV] = {4, 2}},
+    [DTYPE_BF16] = {[QUANTITY_O] = {1, 1}, [QUANTITY_LSE] = {4, 2}, [QUANTITY_DQ] = {1, 1}, [QUANTITY_DK] = {1, 1},
                     [QUANTITY_DV] = {1, 1}},
 };
 
