@@ -181,7 +181,7 @@ static Stream *open_cpu(int index, int deterministic, char *error, size_t error_
     stream->threads = threads;
     stream->buffers = buffers;
     stream->blas = product_has_blas() && !product_own_is_fast();
-    product_blas_open();
+    product_blas_threads(1);
     return stream;
 }
 

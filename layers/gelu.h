@@ -1,8 +1,7 @@
 /* gelu.h - GELU in its tanh form and its derivative, on vectors, for the passes that fuse them.
  *
  * 0.5 (1 + tanh(u)) is sigmoid(2u), and written so it keeps its relative accuracy on the negative side, where 1 + tanh
- * cancels. sigmoid(z) = (z < 0 ? e : 1) / (1 + e) with e = exp(-|z|), which cannot overflow. Beyond |x| = 32 the sigmoid
- * is 0 or 1 to the last bit; the argument stops there, so that x^3 never becomes infinite.
+ * cancels. With e = exp(-|2u|), which cannot overflow, sigmoid(2u) is (x < 0 ? e : 1) / (1 + e).
  */
 #ifndef GELU_H
 #define GELU_H
@@ -12,31 +11,30 @@
 #define GELU_CUBE 0.044715f
 #define GELU_TWICE_ROOT 1.5957691216057308f /* 2 sqrt(2/pi) */
 
-/* x within [-32, 32]; NaN stays NaN. */
-static inline Vector gelu_clamp(Vector x)
+/* e of |x|, as above. */
+static inline Vector gelu_exp(Vector size)
 {
-    x = vector_select(x > 32.0f, vector_set(32.0f), x);
-    return vector_select(x < -32.0f, vector_set(-32.0f), x);
+    return vector_exp_negative(size * (size * size * (-GELU_TWICE_ROOT * GELU_CUBE) - GELU_TWICE_ROOT));
 }
 
 static inline Vector gelu_vector(Vector x)
 {
-    Vector y = gelu_clamp(x);
-    Vector z = GELU_TWICE_ROOT * y * (1.0f + GELU_CUBE * y * y);
-    Vector e = vector_exp_negative(-vector_abs(z));
-    return x * (vector_select(z < 0.0f, e, vector_set(1.0f)) / (1.0f + e));
+    Vector e = gelu_exp(vector_abs(x));
+    return x * (vector_select(x < 0.0f, e, vector_set(1.0f)) / (1.0f + e));
 }
 
-/* s + x s (1-s) dz/dx, with s (1-s) = e / (1+e)^2. */
+/* s + x s (1-s) d(2u)/dx, with s (1-s) = e / (1+e)^2. Beyond |x| = 32, e is 0; the argument stops there, so that no square
+ * becomes infinite and meets that 0. NaN stays NaN. */
 static inline Vector gelu_derivative_vector(Vector x)
 {
-    Vector y = gelu_clamp(x);
-    Vector z = GELU_TWICE_ROOT * y * (1.0f + GELU_CUBE * y * y);
-    Vector dz = GELU_TWICE_ROOT * (1.0f + 3.0f * GELU_CUBE * y * y);
-    Vector e = vector_exp_negative(-vector_abs(z));
+    Vector size = vector_abs(x);
+    size = vector_select(size > 32.0f, vector_set(32.0f), size);
+    Vector e = gelu_exp(size);
     Vector inverse = 1.0f / (1.0f + e);
-    Vector s = vector_select(z < 0.0f, e, vector_set(1.0f)) * inverse;
-    return s + y * dz * (e * inverse * inverse);
+    Vector slope = size * (size * size * (3 * GELU_TWICE_ROOT * GELU_CUBE) + GELU_TWICE_ROOT);
+    /* The second term has the sign of x. */
+    Vector change = (Vector)((VectorInt)(slope * (e * inverse * inverse)) ^ ((VectorInt)x & INT32_MIN));
+    return vector_select(x < 0.0f, e, vector_set(1.0f)) * inverse + change;
 }
 
 /* out (n) = gelu(pre (n)), on this thread. */

@@ -12,8 +12,8 @@
  * x BLOCK_K stays in the second cache while the panels of B (BLOCK_K x BLOCK_N) pass over it. Packing costs one read and
  * one write an element for 2*N (2*M) operations; where K is contiguous it is a transposition, done in registers.
  *
- * A tile starts from the bias row, from zeros, or from what C holds, so none of the three needs a pass of its own, and
- * GELU is applied to a finished tile while it is in the first cache.
+ * A finished tile is added to the bias row, to zeros, or to what C holds, so none of the three needs a pass of its own, and
+ * GELU is applied to it while it is in the first cache.
  *
  * Every element of C is summed in the same order wherever the slices and tiles lie, so our own product gives the same bits
  * for any number of threads.
@@ -133,15 +133,13 @@ static void pack_b(float *panels, Matrix b, int64_t column, int64_t n, int64_t k
 
 /* --- the tile ------------------------------------------------------------------------------------------------------ */
 
-/* c (rows, COLUMNS) = init (rows, COLUMNS) + a-panel b-panel. init_stride 0 starts every row from the same one. */
+/* c (rows, COLUMNS) = init (rows, COLUMNS) + a-panel b-panel; with init_stride 0, every row gets the same one. The sum of the
+ * block is taken by itself: added to a C that many blocks have made large, its terms would lose their digits. */
 static inline __attribute__((always_inline)) void tile_rows(const int rows, float *c, int64_t c_stride, const float *init,
                                                             int64_t init_stride, const float *a, const float *b, int64_t K)
 {
     Vector sum[ROWS][2];
-    UNROLL for (int i = 0; i < rows; i++) {
-        sum[i][0] = vector_load(init + i * init_stride);
-        sum[i][1] = vector_load(init + i * init_stride + WIDTH);
-    }
+    UNROLL for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = (Vector){0};
     for (int64_t k = 0; k < K; k++, a += ROWS, b += COLUMNS) {
         Vector b0 = vector_load(b), b1 = vector_load(b + WIDTH);
         UNROLL for (int i = 0; i < rows; i++) {
@@ -150,8 +148,9 @@ static inline __attribute__((always_inline)) void tile_rows(const int rows, floa
         }
     }
     UNROLL for (int i = 0; i < rows; i++) {
-        vector_store(c + i * c_stride, sum[i][0]);
-        vector_store(c + i * c_stride + WIDTH, sum[i][1]);
+        const float *row = init + i * init_stride;
+        vector_store(c + i * c_stride, vector_load(row) + sum[i][0]);
+        vector_store(c + i * c_stride + WIDTH, vector_load(row + WIDTH) + sum[i][1]);
     }
 }
 
@@ -250,9 +249,9 @@ const char *product_blas_name(char *text, size_t size)
     return text;
 }
 
-void product_blas_open(void)
+void product_blas_threads(int threads)
 {
-    if (openblas_set_num_threads) openblas_set_num_threads(1);
+    if (openblas_set_num_threads) openblas_set_num_threads(threads);
 }
 
 void product_blas(const Product *p)
@@ -276,7 +275,7 @@ const char *product_blas_name(char *text, size_t size)
     return text;
 }
 
-void product_blas_open(void) {}
+void product_blas_threads(int threads) { (void)threads; }
 
 void product_blas(const Product *p) { (void)p; }
 

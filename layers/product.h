@@ -39,8 +39,8 @@ void product_blas(const Product *product);
 int product_has_blas(void);
 /* "OpenBLAS 0.3.21 (Haswell)", or "CBLAS", or "no CBLAS", written to text. */
 const char *product_blas_name(char *text, size_t size);
-/* Keeps CBLAS from starting threads of its own, where it lets itself be told. */
-void product_blas_open(void);
+/* How many threads of its own CBLAS may use, where it lets itself be told: 1, since product_run has its slices. */
+void product_blas_threads(int threads);
 
 /* The whole product on the threads of `stream`, by the means the stream says. */
 void product_run(const Product *product, const Stream *stream);
