@@ -5,8 +5,8 @@
  * formulas and in double; its central differences check the gradient of every tensor at shapes that the fixture does not
  * have. And the model must agree with itself: whatever is recomputed, however a batch is cut, however large the plan was.
  *
- * Every model here is built on a backend whose memory is filled with NaN before use and fenced by guard bytes, so a read of
- * something never written, or a write beyond a buffer, fails a test.
+ * Every model here is built on a backend that distrusts it: memory is filled with NaN before use and fenced by guard bytes,
+ * and scratch is destroyed before every call. A read of what was never written, or a write beyond a buffer, fails a test.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -74,18 +74,114 @@ static int64_t fenced_available(Stream *stream)
     return heap.available ? heap.available : backend_cpu_fp32.memory_available(stream);
 }
 
-static Backend fenced; /* backend_cpu_fp32 with the three functions above */
+/* Operations that ask for scratch are given more of it than they need, and it is filled with NaN before each call: where the
+ * model hands out scratch that overlaps something still to be read, that is lost. A GPU's operations would destroy it so. */
+enum { EXTRA_SCRATCH = 1 << 16 };
+
+static size_t greedy_embedding_scratch(int64_t B, int64_t T, int64_t C)
+{
+    return backend_cpu_fp32.embedding_scratch(B, T, C) + EXTRA_SCRATCH;
+}
+
+static size_t greedy_layernorm_scratch(int64_t N, int64_t C)
+{
+    return backend_cpu_fp32.layernorm_scratch(N, C) + EXTRA_SCRATCH;
+}
+
+static size_t greedy_linear_scratch(int64_t N, int64_t C, int64_t OC)
+{
+    return backend_cpu_fp32.linear_scratch(N, C, OC) + EXTRA_SCRATCH;
+}
+
+static size_t greedy_norm_scratch(int64_t n) { return backend_cpu_fp32.norm_scratch(n) + EXTRA_SCRATCH; }
+
+static void greedy_embedding_backward(float *dwte, float *dwpe, void *scratch, const void *dout, const int32_t *tokens,
+                                      int64_t B, int64_t T, int64_t C, Stream *queue)
+{
+    memset(scratch, 0xFF, greedy_embedding_scratch(B, T, C));
+    backend_cpu_fp32.embedding_backward(dwte, dwpe, scratch, dout, tokens, B, T, C, queue);
+}
+
+static void greedy_layernorm_backward(void *dx, float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
+                                      const void *weight, const float *mean, const float *rstd, int64_t N, int64_t C,
+                                      Stream *queue)
+{
+    memset(scratch, 0xFF, greedy_layernorm_scratch(N, C));
+    backend_cpu_fp32.layernorm_backward(dx, dweight, dbias, scratch, dout, x, weight, mean, rstd, N, C, queue);
+}
+
+static void greedy_linear_backward_weight(float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
+                                          int64_t N, int64_t C, int64_t OC, Stream *queue)
+{
+    memset(scratch, 0xFF, greedy_linear_scratch(N, C, OC));
+    backend_cpu_fp32.linear_backward_weight(dweight, dbias, scratch, dout, x, N, C, OC, queue);
+}
+
+static void greedy_global_norm(float *norm, void *scratch, const float *grads, int64_t n, Stream *queue)
+{
+    memset(scratch, 0xFF, greedy_norm_scratch(n));
+    backend_cpu_fp32.global_norm(norm, scratch, grads, n, queue);
+}
+
+static Backend fenced; /* backend_cpu_fp32 with the functions above */
 static Stream *stream;
+
+static void open_backend(void)
+{
+    char error[512] = "";
+    TEST("the CPU backend opens");
+    fenced = backend_cpu_fp32;
+    fenced.alloc = fenced_alloc;
+    fenced.free = fenced_free;
+    fenced.memory_available = fenced_available;
+    fenced.embedding_scratch = greedy_embedding_scratch;
+    fenced.layernorm_scratch = greedy_layernorm_scratch;
+    fenced.linear_scratch = greedy_linear_scratch;
+    fenced.norm_scratch = greedy_norm_scratch;
+    fenced.embedding_backward = greedy_embedding_backward;
+    fenced.layernorm_backward = greedy_layernorm_backward;
+    fenced.linear_backward_weight = greedy_linear_backward_weight;
+    fenced.global_norm = greedy_global_norm;
+    stream = fenced.open(0, 1, error, sizeof error);
+    CHECK(stream, "%s", error);
+}
+
+/* The same for attention: `inner` behind a kernel that asks for more scratch and fills it with NaN. */
+static const AttentionKernel *inner;
+
+static size_t greedy_attention_scratch(const AttentionShape *shape) { return inner->scratch_bytes(shape) + EXTRA_SCRATCH; }
+
+static const char *greedy_forward(AttentionOutput O, float *LSE, void *saved, void *scratch, AttentionInput Q,
+                                  AttentionInput K, AttentionInput V, const AttentionShape *shape, void *queue)
+{
+    memset(scratch, 0xFF, greedy_attention_scratch(shape));
+    return inner->forward(O, LSE, saved, scratch, Q, K, V, shape, queue);
+}
+
+static const char *greedy_backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *scratch,
+                                   AttentionInput dO, AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O,
+                                   const float *LSE, const void *saved, const AttentionShape *shape, void *queue)
+{
+    memset(scratch, 0xFF, greedy_attention_scratch(shape));
+    return inner->backward(dQ, dK, dV, scratch, dO, Q, K, V, O, LSE, saved, shape, queue);
+}
 
 /* --- helpers -------------------------------------------------------------------------------------------------------- */
 
+/* A kernel by name, behind the greedy one. A model computes with the kernel that was chosen last, so no test steps a model
+ * again after it made one with another kernel. */
 static const AttentionKernel *choose_attention(const char *name, int64_t HS)
 {
+    static AttentionKernel greedy;
     AttentionShape shape = {1, 1, 1, HS, attention_scale(HS), DTYPE_FP32, 1};
     char error[512];
-    const AttentionKernel *kernel = attention_choose(name, ATTENTION_CPU, &shape, 0, error, sizeof error);
-    CHECK(kernel, "attention %s: %s", name, error);
-    return kernel;
+    inner = attention_choose(name, ATTENTION_CPU, &shape, 0, error, sizeof error);
+    if (!CHECK(inner, "attention %s: %s", name, error)) return NULL;
+    greedy = *inner;
+    greedy.scratch_bytes = greedy_attention_scratch;
+    greedy.forward = greedy_forward;
+    greedy.backward = greedy_backward;
+    return &greedy;
 }
 
 static Gpt *create(GptConfig config, GptOptions options, const char *attention)
@@ -401,8 +497,8 @@ static void oracle_block(const Oracle *o, int64_t l, double *x, int64_t T)
         oracle_norm(norm, row, oracle_weight(o, GPT_LN2_W, l), oracle_weight(o, GPT_LN2_B, l), C);
         oracle_linear(wide, norm, oracle_weight(o, GPT_FC_W, l), oracle_weight(o, GPT_FC_B, l), C, 4 * C);
         for (int64_t i = 0; i < 4 * C; i++) {
-            double u = wide[i], inner = sqrt(2 / 3.14159265358979323846) * (u + 0.044715 * u * u * u);
-            wide[i] = 0.5 * u * (1 + tanh(inner));
+            double u = wide[i];
+            wide[i] = 0.5 * u * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (u + 0.044715 * u * u * u)));
         }
         oracle_linear(norm, wide, oracle_weight(o, GPT_FCPROJ_W, l), oracle_weight(o, GPT_FCPROJ_B, l), 4 * C, C);
         for (int64_t c = 0; c < C; c++) row[c] += norm[c];
@@ -886,14 +982,8 @@ static void test_init_random(void)
 
 int main(void)
 {
-    char error[512] = "";
-    fenced = backend_cpu_fp32;
-    fenced.alloc = fenced_alloc;
-    fenced.free = fenced_free;
-    fenced.memory_available = fenced_available;
-    TEST("the CPU backend opens");
-    stream = fenced.open(0, 1, error, sizeof error);
-    if (!CHECK(stream, "%s", error)) return test_end();
+    open_backend();
+    if (!stream) return test_end();
 
     test_fixture("reference");
     test_fixture("tiled");

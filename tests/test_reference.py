@@ -134,8 +134,8 @@ def test_start():
         again = reference.read_safetensors(os.path.join(back, "model.safetensors"))
         check(all(torch.equal(again[name], right[name]) for name in right), "a tensor changed")
         data = write_corpus(path("seed_data"))
-        options = ["--init", twin, "--train", data + "/train_*.bin", "--val", data + "/val_*.bin", "--seq", 16, "--steps", 20,
-                   "--warmup", 0, "--lr", 3e-3]
+        options = ["--init", twin, "--train", data + "/train_*.bin", "--val", data + "/val_*.bin", "--seq", 16,
+                   "--steps", 20, "--warmup", 0, "--lr", 3e-3]
         check_equal(run_trainer("from_twin_c", *options), run_twin("from_twin_torch", *options), 20)
 
 
