@@ -155,6 +155,21 @@ static void to_fp32_cpu(float *out, const void *in, int64_t n, Stream *stream)
     copy_in_cpu(out, in, (size_t)n * sizeof(float), stream);
 }
 
+/* --- threads ------------------------------------------------------------------------------------------------------- */
+
+void cpu_settle_threads(char **argv)
+{
+#if defined(_OPENMP) && !defined(__clang__)
+    char program[4096];
+    ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    if (length <= 0 || getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
+    program[length] = 0;
+    if (!setenv("GOMP_SPINCOUNT", "200", 1)) execv(program, argv);
+#else
+    (void)argv;
+#endif
+}
+
 /* --- the machine --------------------------------------------------------------------------------------------------- */
 
 static void close_cpu(Stream *stream)

@@ -938,8 +938,10 @@ static void test_row_shapes(Stream *stream)
     test_embedding(2, 8, 768, 50, stream);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    (void)argc;
+    cpu_settle_threads(argv);
     static const int64_t vocabularies[][2] = {{1, 1}, {2, 16}, {257, 272}, {1000, 1000}, {1000, 1024}, {3001, 3072}};
     char error[256] = "";
     Stream *stream = cpu->open(0, 1, error, sizeof error);
