@@ -43,9 +43,9 @@ __device__ __forceinline__ Vector shared_load(const T *at) { return *(const Vect
 template <typename Vector, typename T>
 __device__ __forceinline__ void shared_store(T *at, Vector value) { *(Vector *)at = value; }
 
-/* Queues a kernel on `stream`. shared_bytes is dynamic shared memory; above 48 KB the kernel's limit is raised first (a
- * kernel that has static arrays too must stay below 48 KB in sum or have no static ones). Returns what the launch itself
- * reports; faults of the running kernel show at the next synchronisation. */
+/* Queues a kernel on `stream`. shared_bytes is dynamic shared memory; above 48 KB the kernel's limit is raised first.
+ * (Static arrays count too: a kernel with both kinds asks for more than 48 KB of dynamic memory or needs less in sum.)
+ * Returns what the launch itself reports; faults of the running kernel show at the next synchronisation. */
 template <typename... Parameters, typename... Arguments>
 [[nodiscard]] static inline cudaError_t kernel_launch(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                                                       size_t shared_bytes, cudaStream_t stream, Arguments... arguments)
