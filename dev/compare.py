@@ -4,9 +4,9 @@
     python3 dev/compare.py RUN RUN... [--png FILE] [--max-difference X] [--key loss]
 
 A RUN is a folder with log.jsonl, or such a file, of train_gpt or dev/reference.py. Every run is compared with the first: for
-loss, val_loss and grad_norm it prints how many steps both have, the largest absolute difference (and at which step), and the
-mean. --png draws the curves of --key and the differences below them, where matplotlib is installed. Exits 1 when a difference
-in --key is above --max-difference, or two runs have no step of it in common; 2 when an input cannot be read.
+loss, val_loss and grad_norm it prints how many steps both have, the largest absolute difference (and at which step), and
+the mean. --png draws the curves of --key and the differences below them, where matplotlib is installed. Exits 1 when a
+difference in --key is above --max-difference, or two runs have no step of it in common; 2 when an input cannot be read.
 
 The standard library alone computes the numbers.
 """

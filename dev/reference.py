@@ -50,7 +50,7 @@ OPTIONS = [
     ("context", 0, "positions the model can see; 0: 1024 for a named model, else --seq"),
     ("vocab", 0, "tokens in the vocabulary; 0: as tokenizer.bin says, else 50257"),
     ("init", "random", "random, a checkpoint directory, or a .safetensors file"),
-    ("out", "", "directory for log.jsonl, config.json and checkpoints"),
+    ("out", "", "directory for log.jsonl, config.json and checkpoints; without it nothing is written"),
     ("batch", 4, "sequences in a micro-step"),
     ("seq", 1024, "tokens in a sequence, at most the context"),
     ("batch-tokens", 0, "tokens in an update, a multiple of batch*seq: gradients accumulate; 0: batch*seq"),
@@ -72,6 +72,8 @@ OPTIONS = [
     ("attention", "materialised", "materialised, or sdpa: scaled_dot_product_attention (PyTorch 2)"),
     ("seed", 1337, "of initial weights and of the order of the data"),
 ]
+# Options of train_gpt that change nothing of what is compared: taken, so that one command line serves both, and not used.
+UNUSED = ("save-every", "keep", "sample-every", "sample-tokens", "prompt", "temperature", "top-k", "recompute")
 CHOICES = {"schedule": ("cosine", "linear", "constant", "wsd"), "dtype": ("fp32", "bf16"),
            "attention": ("materialised", "sdpa")}
 # What a run was called and where it ran is not taken over from its config.json.
@@ -84,6 +86,8 @@ def build_parser():
     for name, default, text in OPTIONS:
         shown = "" if default == "" else f" [{default}]"
         parser.add_argument("--" + name, type=type(default), metavar="X", help=text + shown)
+    for name in UNUSED:
+        parser.add_argument("--" + name, metavar="X", help="as in train_gpt; not used here")
     parser.add_argument("--config", metavar="FILE", help="config.json of a run of train_gpt: its options are the defaults")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model (PyTorch 2)")
     parser.add_argument("--tf32", action="store_true", help="allow TF32 products in fp32 mode")
@@ -126,6 +130,8 @@ def config_options(path):
 def parse_options(arguments):
     """The options, and which of them the command line gave."""
     given = vars(build_parser().parse_args(arguments))
+    for name in UNUSED:
+        given.pop(key_of(name), None)
     values = {key_of(name): default for name, default, _ in OPTIONS}
     values.update(compile=False, tf32=False, save=False)
     if "config" in given:
@@ -145,8 +151,8 @@ def check_options(values):
         least = {"batch": 1, "seq": 1, "eval-tokens": 1, "lr-final": -1}.get(name, 0)
         if not least <= value < (1 if name in ("beta1", "beta2") else math.inf):
             raise Fault(f"--{name}: got {value}, expected " + ("0 to below 1" if "beta" in name else f"at least {least}"))
-    if not values["out"]:
-        raise Fault("--out DIR is missing: where log.jsonl goes")
+    if values["save"] and not values["out"]:
+        raise Fault("--save needs --out DIR")
     if values["attention"] == "sdpa" and not hasattr(F, "scaled_dot_product_attention"):
         raise Fault(f"--attention sdpa needs PyTorch 2, this is {torch.__version__}")
     if values["compile"] and not hasattr(torch, "compile"):
@@ -683,7 +689,9 @@ class Run:
 
 
 def open_out(options):
-    """Creates the run's folder, writes config.json, opens log.jsonl; refuses one that holds a run."""
+    """Creates the run's folder, writes config.json, opens log.jsonl; refuses one that holds a run. None without --out."""
+    if not options.out:
+        return None
     path = os.path.join(options.out, "log.jsonl")
     if os.path.exists(path):
         raise Fault(f"--out {options.out} already holds a run ({path}); choose another folder")
@@ -699,7 +707,8 @@ def open_out(options):
 
 
 def write_record(log, record):
-    log.write(json.dumps(record) + "\n")
+    if log:
+        log.write(json.dumps(record) + "\n")
 
 
 def evaluate_and_log(run, log, step):
@@ -713,7 +722,7 @@ def train(options):
     count = sum(p.numel() for p in run.model.parameters())
     print(f"PyTorch {torch.__version__} on {run.device}, {options.dtype}, attention {options.attention}; "
           f"{count} parameters, {run.train.total if run.train else 0} windows of {options.seq} tokens", flush=True)
-    if options.save or not options.steps:
+    if options.save or (options.out and not options.steps):
         print("wrote " + save_checkpoint(run.model, options, 0))
     if run.val:
         evaluate_and_log(run, log, 0)
@@ -727,7 +736,8 @@ def train(options):
             evaluate_and_log(run, log, step)
     if options.save and options.steps:
         print("wrote " + save_checkpoint(run.model, options, options.steps))
-    log.close()
+    if log:
+        log.close()
 
 
 def main(arguments):

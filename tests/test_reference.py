@@ -183,7 +183,7 @@ def test_hundred_steps():
     with test("100 steps of four layers: trainer and PyTorch, from one checkpoint"):
         data.append(prepare(path("builtin")))
         init = start("start", *FOUR_LAYERS, "--data", data[0])
-        options = [*FOUR_LAYERS, "--data", data[0], "--init", init, "--steps", 100]
+        options = [*FOUR_LAYERS, "--data", data[0], "--init", init, "--steps", 100, "--save-every", 0]
         tiled = run_trainer("tiled", *options, "--attention", "tiled")
         twin = run_twin("torch", *options)
         check_equal(tiled, twin, 100)
