@@ -1,0 +1,81 @@
+#!/bin/sh
+# Trains the same run once with each attention kernel and lays the curves over each other.
+#
+#   sh dev/swap.sh KERNEL... [-- training options]
+#
+# A KERNEL is a name of the table (./train_gpt --list-attention), the path of a .so, or the name of a variant in
+# dev/attention, which is built first. All runs share seed and options; without --data or --train among them the corpus is
+# a small one made here. Options given after -- come last and win over these: 4 layers, 4 heads, 128 wide, T 64, batch 12,
+# 100 steps. The first kernel is the one that the others are compared with.
+#
+# Writes SWAP_OUT (default runs/swap-DATE-TIME): one run directory a kernel, and curves.png where matplotlib is installed.
+# Exit status: 0 done, 1 a run or the comparison failed, 2 wrong arguments.
+cd "$(dirname "$0")/.." || exit 1
+
+fail() { echo "dev/swap.sh: $1" >&2; exit "$2"; }
+
+# Kernels before --, options after it; each kernel once.
+kernels=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --) shift; break ;;
+        -h | --help) sed -n '2,/^cd/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -*) fail "'$1' before '--': training options come after it" 2 ;;
+        *[!A-Za-z0-9_./+-]*) fail "kernel '$1': expected letters, digits and _ . / + - only" 2 ;;
+    esac
+    kernels="$kernels $1"
+    shift
+done
+[ -n "$kernels" ] || fail "no kernel named; sh dev/swap.sh reference tiled, for example" 2
+
+train=${TRAIN:-train_gpt}
+case $train in */*) ;; *) train=./$train ;; esac
+python=${PYTHON:-python3}
+out=${SWAP_OUT:-runs/swap-$(date +%Y%m%d-%H%M%S)}
+[ ! -e "$out" ] || fail "$out is there already; name another in SWAP_OUT" 2
+[ -x "$train" ] || make || exit 1
+
+# Whatever can be wrong with a kernel is said before the first run starts.
+choices=
+for kernel in $kernels; do
+    choice=$kernel
+    case $kernel in
+        */* | *.so) [ -r "$kernel" ] || fail "cannot read $kernel" 2 ;;
+        *) if [ -e "dev/attention/$kernel.c" ]; then
+               make "build/attention/$kernel.so" || exit 1
+               choice=build/attention/$kernel.so
+           fi ;;
+    esac
+    choices="$choices $choice"
+done
+mkdir -p "$out" || exit 1
+
+has_data=
+for option in "$@"; do
+    case $option in --data | --data=* | --train | --train=*) has_data=1 ;; esac
+done
+if [ -z "$has_data" ]; then
+    "$python" data/prepare.py --text builtin --builtin-bytes 400000 --out "$out/data" || exit 1
+    set -- --data "$out/data" "$@"
+fi
+
+runs=
+for choice in $choices; do
+    name=$(basename "$choice" .so)
+    while [ -e "$out/$name" ]; do name=$name+; done
+    echo "== $choice"
+    "$train" --layers 4 --heads 4 --dim 128 --seq 64 --batch 12 --steps 100 --warmup 10 --lr 1e-3 --eval-every 50 \
+        --save-every 0 --sample-every 0 --seed 1337 "$@" --attention "$choice" --out "$out/$name" || exit 1
+    runs="$runs $out/$name"
+done
+
+# shellcheck disable=SC2086 -- names of runs hold no blanks unless SWAP_OUT does
+set -- $runs
+if [ $# -lt 2 ]; then
+    echo "one run only, nothing to compare: $1/log.jsonl"
+elif "$python" -c 'import matplotlib' 2> /dev/null; then
+    "$python" dev/compare.py "$@" --png "$out/curves.png" || exit 1
+else
+    "$python" dev/compare.py "$@" || exit 1
+    echo "no curves.png: $python has no matplotlib"
+fi
