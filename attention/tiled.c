@@ -157,18 +157,26 @@ static void load_transposed(float *out, const float *rows, int64_t row_stride, i
     }
 }
 
-/* out (n, width) = rows (n, HS), each padded with zeros. Returns whether all of it is finite. */
+/* out (n, width) = rows (n, HS), each padded with zeros. Returns whether all of it is finite: x * 0 is a zero, of either
+ * sign, for finite x alone. */
 static int load_rows(float *out, const float *rows, int64_t row_stride, int64_t n, int64_t HS, int64_t width)
 {
-    Vector bad = splat(0);
-    for (int64_t i = 0; i < n; i++) {
-        memcpy(out + i * width, rows + i * row_stride, (size_t)HS * sizeof(float));
-        memset(out + i * width + HS, 0, (size_t)(width - HS) * sizeof(float));
-        for (int64_t d = 0; d < width; d += LANES) bad += load(out + i * width + d) * 0.0f; /* inf * 0 is NaN, and stays */
+    Mask bits = {0};
+    for (int64_t i = 0; i < n; i++, out += width, rows += row_stride) {
+        int64_t d = 0;
+        for (; d + LANES <= HS; d += LANES) {
+            Vector x = load(rows + d);
+            store(out + d, x);
+            bits |= (Mask)(x * 0.0f);
+        }
+        if (d == width) continue;
+        for (; d < HS; d++) out[d] = rows[d];
+        for (; d < width; d++) out[d] = 0;
+        bits |= (Mask)(load(out + width - LANES) * 0.0f);
     }
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += bad[i];
-    return sum == 0;
+    int32_t all = 0;
+    for (int i = 0; i < LANES; i++) all |= bits[i];
+    return (all & INT32_MAX) == 0;
 }
 
 /* --- the product -------------------------------------------------------------------------------------------------- */
@@ -447,18 +455,7 @@ typedef struct Gradients {
     const AttentionShape *shape;
 } Gradients;
 
-static float dot(const float *x, const float *y, int64_t n)
-{
-    Vector sums = splat(0);
-    int64_t i = 0;
-    float sum = 0;
-    for (; i + LANES <= n; i += LANES) sums += load(x + i) * load(y + i);
-    for (; i < n; i++) sum += x[i] * y[i];
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
-    return sum;
-}
-
-/* Loads what backward needs of query tile i: Q and dO both ways, m, 1/l and D. */
+/* Loads what backward needs of query tile i: Q and dO both ways, m, 1/l and D. Leaves O^T in work->Ot. */
 static void load_queries(Work *work, const Gradients *g, int64_t b, int64_t h, int64_t i)
 {
     int64_t T = g->shape->T, HS = g->shape->HS, nq = tile_rows(T, i), row = (b * g->shape->NH + h) * T + i * TILE;
@@ -467,12 +464,17 @@ static void load_queries(Work *work, const Gradients *g, int64_t b, int64_t h, i
     load_transposed(work->dOt, dout, g->dO.row_stride, nq, HS, 1);
     work->finite_q = load_rows(work->Q, q_rows, g->Q.row_stride, nq, HS, work->width);
     work->finite_do = load_rows(work->dO, dout, g->dO.row_stride, nq, HS, work->width);
-    for (int64_t q = 0; q < TILE; q++) work->max[q] = work->sum[q] = work->D[q] = 0;
+    load_transposed(work->Ot, input_row(g->O, b, h, i * TILE), g->O.row_stride, nq, HS, 1);
+    for (int64_t q = 0; q < nq; q += LANES) {
+        Vector D = splat(0);
+        for (int64_t d = 0; d < HS; d++) D += load(work->dOt + d * TILE + q) * load(work->Ot + d * TILE + q);
+        store(work->D + q, D);
+    }
+    for (int64_t q = 0; q < TILE; q++) work->max[q] = work->sum[q] = 0;
     for (int64_t q = 0; q < nq; q++) {
         float max = g->saved[2 * (row + q)];
         work->max[q] = max == -INFINITY ? 0 : max;
         work->sum[q] = g->saved[2 * (row + q) + 1];
-        work->D[q] = dot(dout + q * g->dO.row_stride, input_row(g->O, b, h, i * TILE + q), HS);
     }
 }
 
@@ -523,18 +525,28 @@ static void backward_pair(Work *work, const Gradients *g, float *dK, float *dV, 
 static void write_query_gradient(Work *work, const Gradients *g, int64_t b, int64_t h, int64_t i)
 {
     int64_t HS = g->shape->HS;
-    for (int64_t k = 0; k < HS * TILE; k++) work->Ot[k] *= g->shape->scale;
+    float scale = g->shape->scale, *dQt = work->Ot;
+    for (int64_t k = 0; k < HS * TILE; k += LANES) store(dQt + k, load(dQt + k) * scale);
     transpose(output_row(g->dQ, b, h, i * TILE), g->dQ.row_stride, work->Ot, TILE, HS, tile_rows(g->shape->T, i));
 }
 
 /* Writes dK and dV of `rows` keys from key `first` on. */
 static void write_key_gradients(const Work *work, const Gradients *g, int64_t b, int64_t h, int64_t first, int64_t rows)
 {
+    int64_t HS = g->shape->HS, width = work->width;
+    float scale = g->shape->scale;
     for (int64_t j = 0; j < rows; j++) {
         float *dk = output_row(g->dK, b, h, first + j), *dv = output_row(g->dV, b, h, first + j);
-        const float *from = work->dK + j * work->width;
-        for (int64_t d = 0; d < g->shape->HS; d++) dk[d] = from[d] * g->shape->scale;
-        memcpy(dv, work->dV + j * work->width, (size_t)g->shape->HS * sizeof(float));
+        const float *dk_sum = work->dK + j * width, *dv_sum = work->dV + j * width;
+        int64_t d = 0;
+        for (; d + LANES <= HS; d += LANES) {
+            store(dk + d, load(dk_sum + d) * scale);
+            store(dv + d, load(dv_sum + d));
+        }
+        for (; d < HS; d++) {
+            dk[d] = dk_sum[d] * scale;
+            dv[d] = dv_sum[d];
+        }
     }
 }
 
