@@ -19,6 +19,7 @@
 
 #include "data/random.h"
 #include "layers/product.h"
+#include "layers/vector.h"
 #include "tests/test.h"
 
 #if defined(__has_feature)
@@ -35,10 +36,10 @@
 /* In units of FLT_EPSILON times the magnitude. */
 static const struct {
     double embedding, embedding_gradient, norm_mean, norm_rstd, norm_out, norm_gradient, norm_weight_gradient;
-    double product, column_sum, gelu, gelu_gradient, loss, loss_gradient, global_norm, adamw;
+    double product, column_sum, exp, gelu, gelu_gradient, loss, loss_gradient, global_norm, adamw;
 } BOUNDS = {
     .embedding = 1, .embedding_gradient = 8, .norm_mean = 1, .norm_rstd = 1.5, .norm_out = 3, .norm_gradient = 4,
-    .norm_weight_gradient = 5, .product = 12, .column_sum = 5, .gelu = 4, .gelu_gradient = 4, .loss = 1.5,
+    .norm_weight_gradient = 5, .product = 12, .column_sum = 5, .exp = 1, .gelu = 4, .gelu_gradient = 4, .loss = 1.5,
     .loss_gradient = 2.5, .global_norm = 1, .adamw = 6,
 };
 
@@ -525,6 +526,35 @@ static void test_product_own(int a_transposed, int b_transposed, int64_t M, int6
     free(packing);
 }
 
+/* The exponential under GELU and the loss, on a fine grid: the one function here whose error is that of an approximation. */
+static void test_exp(void)
+{
+    enum { N = 1 << 17 };
+    float *got = malloc(N * sizeof *got), edge[WIDTH] = {0, -0.0f, -87.2f, -87.4f};
+    double *want = doubles(N);
+    if (!got) abort();
+    TEST("exp from -87.2 to 0");
+    for (int i = 0; i < N; i += WIDTH) {
+        float x[WIDTH];
+        for (int k = 0; k < WIDTH; k++) {
+            x[k] = (float)((i + k) * -87.2 / N);
+            want[i + k] = exp((double)x[k]);
+        }
+        vector_store(got + i, vector_exp_negative(vector_load(x)));
+    }
+    check_close("exp", got, want, want, N, BOUNDS.exp);
+    TEST("exp of 0, of little, of -infinity and NaN");
+    vector_store(edge, vector_exp_negative(vector_load(edge)));
+    CHECK(edge[0] == 1 && edge[1] == 1, "exp(0) is %.9g, exp(-0) %.9g", (double)edge[0], (double)edge[1]);
+    CHECK(edge[2] > 0 && edge[3] == 0, "exp(-87.2) is %g, exp(-87.4) %g", (double)edge[2], (double)edge[3]);
+    edge[0] = -INFINITY, edge[1] = NAN, edge[2] = -FLT_MAX;
+    vector_store(edge, vector_exp_negative(vector_load(edge)));
+    CHECK(edge[0] == 0 && isnan(edge[1]) && edge[2] == 0, "exp gives %g, %g, %g", (double)edge[0], (double)edge[1],
+          (double)edge[2]);
+    free(got);
+    free(want);
+}
+
 /* GELU and its slope, alone, on a fine grid, near zero and far out. */
 static void test_gelu(Stream *stream)
 {
@@ -954,6 +984,7 @@ int main(int argc, char **argv)
     test_memory_limit(stream);
     test_row_shapes(stream);
     test_linear_shapes(stream);
+    test_exp();
     test_gelu(stream);
     for (size_t i = 0; i < sizeof vocabularies / sizeof *vocabularies; i++)
         for (int kind = 0; kind < LOGITS_KINDS; kind++)
