@@ -18,6 +18,7 @@
 #include "data/loader.h"
 #include "data/random.h"
 #include "data/tokenizer.h"
+#include "layers/cpu.h"
 #include "layers/gpt.h"
 #include "trainer/display.h"
 #include "trainer/options.h"
@@ -564,6 +565,7 @@ static void trainer_free(Trainer *t)
 
 int main(int argc, char **argv)
 {
+    cpu_settle_threads(argv);
     Trainer *t = (Trainer *)calloc(1, sizeof *t);
     if (!t) {
         fprintf(stderr, "train_gpt: not enough memory\n");

@@ -738,6 +738,7 @@ double gpt_backward(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int
     if (N < 1) return 0;
     model_forward(gpt, tokens, B, T);
     double loss = classify(gpt, targets, N, dscale);
+    if (dscale == 0) return loss;
 
     void *dresid = gpt->scratch + gpt->layout.dresid, *work = gpt->scratch + gpt->layout.work;
     be->zero(dresid, (size_t)(N * C) * be->element, gpt->stream);
