@@ -351,7 +351,7 @@ static float *output_row(AttentionOutput view, int64_t b, int64_t h, int64_t t)
 }
 
 /* A team no larger than its work: an idle thread still has to be waited for. */
-static int team_size(int64_t tasks)
+static inline int team_size(int64_t tasks)
 {
     int64_t threads = omp_get_max_threads();
     return (int)(tasks < 1 ? 1 : tasks < threads ? tasks : threads);
