@@ -1,0 +1,979 @@
+/* simt.cpp - the machine behind simt.h: fibers, the scheduler of a block, the memory of who touched what, the host runtime.
+ *
+ * Compiled without sanitizers (they are found at run time, through weak symbols), so that the bookkeeping of every access
+ * costs little and switching stacks is not instrumented.
+ */
+#include "simt.h"
+
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <map>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
+#define WEAK __attribute__((weak))
+extern "C" {
+WEAK void __sanitizer_start_switch_fiber(void **fake_stack, const void *bottom, size_t size);
+WEAK void __sanitizer_finish_switch_fiber(void *fake_stack, const void **bottom_old, size_t *size_old);
+WEAK void __asan_poison_memory_region(const volatile void *memory, size_t size);
+WEAK void __asan_unpoison_memory_region(const volatile void *memory, size_t size);
+const char *__asan_default_options(void);
+void __asan_on_error(void);
+void __ubsan_on_report(void);
+}
+
+/* A fake stack for each of a thousand fibers would cost more than all kernels. */
+const char *__asan_default_options(void) { return "detect_stack_use_after_return=0"; }
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+enum {
+    WARP = 32,
+    MAX_THREADS = 1024,
+    FIBER_STACK = 256 * 1024,
+    GUARD_PAGE = 4096,
+    SHARED_DEFAULT = 48 * 1024,  /* what a block gets without asking */
+    SHARED_LIMIT = 227 * 1024,   /* what it gets at all: sm_90; sm_80 has 163 KB, checked by the kernels' own refusals */
+    FENCE = 4096,
+    FENCE_BYTE = 0xa5,
+    PAUSES_WITHOUT_PROGRESS = 100 * 1000 * 1000,
+};
+
+/* --- fibers ------------------------------------------------------------------------------------------------------------- */
+
+/* A stack and where execution stands on it. */
+struct Fiber {
+#ifdef __x86_64__
+    void *stack_pointer;
+#else
+    ucontext_t context;
+#endif
+    void *fake_stack; /* AddressSanitizer's */
+    const void *bottom;
+    size_t size;
+};
+
+#ifdef __x86_64__
+/* Saves what the calling convention preserves on this stack, leaves its address at *from, and goes on where `to` was saved. */
+extern "C" void simt_switch_stack(void **from, void *to);
+asm(".text\n"
+    ".globl simt_switch_stack\n"
+    ".type simt_switch_stack, @function\n"
+    "simt_switch_stack:\n"
+    "    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n"
+    "    movq %rsp, (%rdi)\n"
+    "    movq %rsi, %rsp\n"
+    "    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp\n"
+    "    ret\n"
+    ".size simt_switch_stack, . - simt_switch_stack\n");
+
+static void fiber_set(Fiber *fiber, void (*entry)(void))
+{
+    void **top = (void **)((char *)fiber->bottom + fiber->size);
+    *--top = nullptr; /* the return address of entry, which never returns: ends a debugger's walk */
+    *--top = (void *)entry;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    fiber->stack_pointer = top;
+}
+
+static void fiber_swap(Fiber *from, Fiber *to) { simt_switch_stack(&from->stack_pointer, to->stack_pointer); }
+#else
+static void fiber_set(Fiber *fiber, void (*entry)(void))
+{
+    getcontext(&fiber->context);
+    fiber->context.uc_stack.ss_sp = (void *)fiber->bottom;
+    fiber->context.uc_stack.ss_size = fiber->size;
+    fiber->context.uc_link = nullptr;
+    makecontext(&fiber->context, entry, 0);
+}
+
+static void fiber_swap(Fiber *from, Fiber *to) { swapcontext(&from->context, &to->context); }
+#endif
+
+/* Goes from one fiber to another; `ends` where the first is never entered again. */
+static void fiber_switch(Fiber *from, Fiber *to, bool ends)
+{
+    if (__sanitizer_start_switch_fiber)
+        __sanitizer_start_switch_fiber(ends ? nullptr : &from->fake_stack, to->bottom, to->size);
+    fiber_swap(from, to);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(from->fake_stack, nullptr, nullptr);
+}
+
+/* --- the state of a launch and of its block ------------------------------------------------------------------------------ */
+
+enum ThreadState { READY, AT_BARRIER, IN_COLLECTIVE, RETURNED };
+
+struct Thread {
+    Fiber fiber;
+    uint3 index;
+    ThreadState state;
+    SimtSite site; /* of the barrier or collective it waits in */
+    const char *call;
+    SimtVote vote;
+    unsigned mask;
+    uint64_t payload, result;
+    int source;
+    uint32_t known[WARP]; /* vector clock: up to when each lane of the warp is known to this thread; [own lane]: now */
+};
+
+/* An access as one number, so that the next one compares quickly: epoch, clock, thread, whether atomic. An epoch is the time
+ * between two barriers of a block; they are numbered through the whole process, so nothing need be cleared between blocks. */
+typedef uint64_t Stamp;
+enum { CLOCK_BITS = 21, CLOCK_MAX = (1 << CLOCK_BITS) - 1 };
+
+static Stamp stamp_make(uint32_t epoch, uint32_t clock, unsigned thread, bool atomic)
+{
+    return ((uint64_t)epoch << 32) | ((uint64_t)clock << 11) | (thread << 1) | atomic;
+}
+static uint32_t stamp_epoch(Stamp stamp) { return (uint32_t)(stamp >> 32); }
+static uint32_t stamp_clock(Stamp stamp) { return (uint32_t)(stamp >> 11) & CLOCK_MAX; }
+static unsigned stamp_thread(Stamp stamp) { return (unsigned)(stamp >> 1) & (MAX_THREADS - 1); }
+static bool stamp_atomic(Stamp stamp) { return stamp & 1; }
+
+/* What is known of a byte: its last writer and two of the threads that have read it since, of different warps if any are. */
+struct Byte {
+    Stamp writer, reader, other_reader;
+};
+
+struct PlacedArray {
+    const SimtArray *array;
+    SimtRange range;
+};
+
+static struct {
+    /* the launch */
+    bool running;
+    const char *text;
+    const void *kernel;
+    size_t shared_bytes;
+    const std::function<void()> *body;
+    /* the block */
+    unsigned threads, returned;
+    Thread *current; /* NULL while the scheduler runs */
+    std::vector<uint16_t> ready;
+    std::vector<PlacedArray> arrays;
+    size_t shared_used;
+    uint32_t epoch, first_epoch;
+    uint64_t pauses;
+    /* the process */
+    uint64_t random;
+    bool catching, faulted;
+    std::string fault;
+    cudaError_t last_error;
+    int sm;
+    Fiber scheduler;
+    char *stacks;
+    std::unordered_map<const void *, size_t> dynamic_limits;
+    std::map<char *, size_t> allocations; /* user pointer and bytes, of device and pinned memory */
+} machine = {};
+
+static Thread threads[MAX_THREADS];
+static Byte shared_bytes_known[SHARED_LIMIT];
+alignas(1024) static unsigned char shared_memory[SHARED_LIMIT];
+
+static uint64_t random_next(void)
+{
+    uint64_t z = machine.random += 0x9e3779b97f4a7c15; /* splitmix64 */
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+}
+
+static uint64_t random_below(uint64_t n) { return (uint64_t)(((unsigned __int128)random_next() * n) >> 64); }
+
+void simt_seed(uint64_t seed) { machine.random = seed * 0xd1342543de82ef95 + 1; }
+
+static unsigned thread_number(const Thread *thread) { return (unsigned)(thread - threads); }
+
+/* --- faults ---------------------------------------------------------------------------------------------------------------- */
+
+/* The kernel's name: the launch's text up to the first comma outside of <> and (). */
+static std::string kernel_name(const char *text)
+{
+    int depth = 0;
+    const char *end = text;
+    for (; *end && !(*end == ',' && depth == 0); end++) depth += (*end == '<' || *end == '(') - (*end == '>' || *end == ')');
+    return std::string(text, end);
+}
+
+__attribute__((format(printf, 1, 2))) static std::string format(const char *pattern, ...)
+{
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, pattern);
+    vsnprintf(text, sizeof text, pattern, arguments);
+    va_end(arguments);
+    return text;
+}
+
+/* In an array: a string would be leaked on the stack of a fiber that a fault abandons. */
+struct ThreadName { char text[48]; };
+
+static ThreadName thread_name(const Thread *thread)
+{
+    ThreadName name;
+    snprintf(name.text, sizeof name.text, "thread (%u,%u,%u)", thread->index.x, thread->index.y, thread->index.z);
+    return name;
+}
+
+static std::string place(const Thread *thread)
+{
+    std::string text = "kernel " + kernel_name(machine.text) +
+                       format(", block (%u,%u,%u)", blockIdx.x, blockIdx.y, blockIdx.z);
+    return thread ? text + ", " + thread_name(thread).text : text;
+}
+
+/* Keeps the first fault where a test waits for one; ends the process elsewhere. */
+static void fault_record(const Thread *thread, const std::string &what)
+{
+    std::string text = place(thread) + ": " + what;
+    if (!machine.catching) {
+        fflush(stdout);
+        fprintf(stderr, "simt: %s\n", text.c_str());
+        _exit(1);
+    }
+    if (!machine.faulted) machine.fault = text;
+    machine.faulted = true;
+}
+
+/* The fiber is left where it stands, and the scheduler ends the launch. */
+void simt_fault(const char *pattern, ...)
+{
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, pattern);
+    vsnprintf(text, sizeof text, pattern, arguments);
+    va_end(arguments);
+    if (!machine.current) {
+        fprintf(stderr, "simt: outside of a kernel: %s\n", text);
+        _exit(1);
+    }
+    fault_record(machine.current, text);
+    fiber_switch(&machine.current->fiber, &machine.scheduler, true);
+    abort(); /* the scheduler does not come back */
+}
+
+/* Called by the sanitizers' runtimes before they report. */
+static void sanitizer_reports(void)
+{
+    if (machine.running && machine.current) fprintf(stderr, "simt: %s: the report that follows\n", place(machine.current).c_str());
+}
+void __asan_on_error(void) { sanitizer_reports(); }
+void __ubsan_on_report(void) { sanitizer_reports(); }
+
+/* --- waiting ---------------------------------------------------------------------------------------------------------------- */
+
+/* Leaves the running thread in `state` and lets the scheduler choose. */
+static void wait_in(ThreadState state)
+{
+    Thread *self = machine.current;
+    self->state = state;
+    fiber_switch(&self->fiber, &machine.scheduler, false);
+}
+
+static void thread_ready(Thread *thread)
+{
+    thread->state = READY;
+    machine.ready.push_back((uint16_t)thread_number(thread));
+}
+
+void simt_pause(void)
+{
+    if (!machine.current || random_next() & 3) return;
+    if (machine.pauses++ > PAUSES_WITHOUT_PROGRESS)
+        simt_fault("no thread of the block has got on for long: it waits for what no thread here does (another block, perhaps)");
+    thread_ready(machine.current);
+    fiber_switch(&machine.current->fiber, &machine.scheduler, false);
+}
+
+int simt_barrier(int predicate, SimtSite site)
+{
+    Thread *self = machine.current;
+    if (!self) simt_fault("a barrier");
+    self->site = site;
+    self->call = "barrier";
+    self->payload = predicate != 0;
+    wait_in(AT_BARRIER);
+    return (int)self->result;
+}
+
+/* The vector clocks of the lanes in `mask` meet: each knows what any of them knew. */
+static void clocks_join(Thread *warp, unsigned mask)
+{
+    uint32_t joined[WARP];
+    for (int lane = 0; lane < WARP; lane++) joined[lane] = warp[lane].known[lane]; /* nobody knows more of a lane than itself */
+    for (unsigned absent = ~mask; absent; absent &= absent - 1) {
+        int lane = __builtin_ctz(absent);
+        joined[lane] = 0;
+        for (unsigned rest = mask; rest; rest &= rest - 1) {
+            uint32_t known = warp[__builtin_ctz(rest)].known[lane];
+            if (known > joined[lane]) joined[lane] = known;
+        }
+    }
+    for (unsigned rest = mask; rest; rest &= rest - 1) {
+        int lane = __builtin_ctz(rest);
+        memcpy(warp[lane].known, joined, sizeof joined);
+        if (warp[lane].known[lane] < CLOCK_MAX) warp[lane].known[lane]++;
+    }
+}
+
+/* The vote of all lanes in `mask`, for all votes whose result is the same for everyone. */
+static uint64_t vote_result(SimtVote vote, const Thread *warp, unsigned mask)
+{
+    uint32_t result = vote == SIMT_AND || vote == SIMT_UMIN ? ~0u : vote == SIMT_MIN ? 0x7fffffff : vote == SIMT_MAX ? 1u << 31 : 0;
+    for (unsigned rest = mask; rest; rest &= rest - 1) {
+        int lane = __builtin_ctz(rest);
+        uint32_t value = (uint32_t)warp[lane].payload;
+        switch (vote) {
+        case SIMT_BALLOT: result |= value << lane; break;
+        case SIMT_ADD: result += value; break;
+        case SIMT_MIN: result = (int32_t)value < (int32_t)result ? value : result; break;
+        case SIMT_MAX: result = (int32_t)value > (int32_t)result ? value : result; break;
+        case SIMT_UMIN: result = value < result ? value : result; break;
+        case SIMT_UMAX: result = value > result ? value : result; break;
+        case SIMT_AND: result &= value; break;
+        case SIMT_OR: result |= value; break;
+        case SIMT_XOR: result ^= value; break;
+        default: break;
+        }
+    }
+    return result;
+}
+
+/* All lanes of `mask` have come: computes what each gets. */
+static void collective_resolve(Thread *warp, unsigned mask, SimtVote vote)
+{
+    uint64_t common = vote_result(vote, warp, mask);
+    for (unsigned rest = mask; rest; rest &= rest - 1) {
+        Thread *lane = warp + __builtin_ctz(rest);
+        lane->result = vote == SIMT_SHUFFLE ? warp[lane->source].payload : common;
+        if (vote == SIMT_MATCH) {
+            lane->result = 0;
+            for (unsigned all = mask; all; all &= all - 1)
+                if (warp[__builtin_ctz(all)].payload == lane->payload) lane->result |= all & -all;
+        }
+    }
+    clocks_join(warp, mask);
+}
+
+static Thread *warp_of(const Thread *thread) { return threads + thread_number(thread) / WARP * WARP; }
+
+/* The lanes of a warp that the block has: a block of 48 threads has 16 in its second. */
+static unsigned warp_lanes(const Thread *warp)
+{
+    unsigned count = machine.threads - thread_number(warp);
+    return count >= WARP ? 0xffffffff : (1u << count) - 1;
+}
+
+static bool same_site(SimtSite a, SimtSite b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
+
+static bool same_collective(const Thread *a, const Thread *b)
+{
+    return b->state == IN_COLLECTIVE && b->mask == a->mask && b->call == a->call && same_site(a->site, b->site);
+}
+
+uint64_t simt_collective(SimtVote vote, const char *name, unsigned mask, uint64_t payload, int source, SimtSite site)
+{
+    Thread *self = machine.current;
+    if (!self) simt_fault("%s", name);
+    Thread *warp = warp_of(self);
+    unsigned lane = (unsigned)(self - warp);
+    if (!(mask >> lane & 1))
+        simt_fault("%s at %s:%d: the mask 0x%08x lacks the caller, lane %u", name, site.file, site.line, mask, lane);
+    mask &= warp_lanes(warp);
+    if (vote == SIMT_SHUFFLE && !(mask >> source & 1))
+        simt_fault("%s at %s:%d reads lane %d, which is not in its mask 0x%08x or not in the block", name, site.file, site.line,
+                   source, mask);
+    self->site = site;
+    self->call = name;
+    self->vote = vote;
+    self->mask = mask;
+    self->payload = payload;
+    self->source = source;
+    self->state = IN_COLLECTIVE;
+    for (unsigned rest = mask; rest; rest &= rest - 1)
+        if (!same_collective(self, warp + __builtin_ctz(rest))) {
+            wait_in(IN_COLLECTIVE);
+            return self->result;
+        }
+    collective_resolve(warp, mask, vote);
+    for (unsigned rest = mask & ~(1u << lane); rest; rest &= rest - 1) thread_ready(warp + __builtin_ctz(rest));
+    self->state = READY;
+    machine.pauses = 0;
+    return self->result;
+}
+
+unsigned __activemask(void)
+{
+    const Thread *warp = warp_of(machine.current);
+    unsigned active = 0;
+    for (unsigned rest = warp_lanes(warp); rest; rest &= rest - 1)
+        if (warp[__builtin_ctz(rest)].state != RETURNED) active |= rest & -rest;
+    return active;
+}
+
+long long clock64(void)
+{
+    static long long ticks;
+    return ticks += 16;
+}
+
+/* --- shared memory ------------------------------------------------------------------------------------------------------------ */
+
+SimtRange simt_shared_array(const SimtArray *array)
+{
+    if (!machine.current) simt_fault("shared memory");
+    for (const PlacedArray &placed : machine.arrays)
+        if (placed.array == array) return placed.range;
+    size_t begin = (machine.shared_used + 15) / 16 * 16, end = begin + array->bytes;
+    size_t limit = machine.shared_bytes > SHARED_DEFAULT ? SHARED_LIMIT : SHARED_DEFAULT;
+    if (machine.dynamic_limits.count(machine.kernel)) limit = SHARED_LIMIT;
+    if (end - machine.shared_bytes > SHARED_DEFAULT || end > limit)
+        simt_fault("the array %s brings shared memory to %zu bytes, %zu of them dynamic; without "
+                   "cudaFuncAttributeMaxDynamicSharedMemorySize %d are allowed, of static arrays never more, and %d at all",
+                   array->name, end, machine.shared_bytes, SHARED_DEFAULT, SHARED_LIMIT);
+    machine.shared_used = end;
+    machine.arrays.push_back({array, {array->name, (uint32_t)begin, (uint32_t)end}});
+    return machine.arrays.back().range;
+}
+
+SimtRange simt_shared_range(size_t byte_offset, size_t count, size_t element, size_t alignment)
+{
+    if (!machine.current) simt_fault("shared memory");
+    size_t end;
+    if (__builtin_mul_overflow(count, element, &end) || __builtin_add_overflow(end, byte_offset, &end) ||
+        end > machine.shared_bytes)
+        simt_fault("shared_dynamic of %zu elements of %zu bytes from byte %zu on, but the launch asked for %zu bytes", count,
+                   element, byte_offset, machine.shared_bytes);
+    if (byte_offset % alignment)
+        simt_fault("shared_dynamic from byte %zu on, but its type is aligned to %zu", byte_offset, alignment);
+    return {"dynamic", (uint32_t)byte_offset, (uint32_t)end};
+}
+
+/* Whether the running thread's access at `now` may come before or after that of `earlier`, with nothing to decide it. */
+static inline bool stamps_unordered(const Thread *self, Stamp earlier, Stamp now)
+{
+    if (stamp_epoch(earlier) != stamp_epoch(now) || stamp_thread(earlier) == stamp_thread(now)) return false;
+    if (stamp_atomic(earlier) && stamp_atomic(now)) return false;
+    unsigned other = stamp_thread(earlier);
+    return other / WARP != thread_number(self) / WARP || self->known[other % WARP] < stamp_clock(earlier);
+}
+
+[[noreturn]] static void race_raise(const SimtRange &range, uint32_t byte, bool writes, Stamp earlier, bool earlier_wrote)
+{
+    simt_fault("a race in shared memory: byte %u of %s is %s here and was %s%s by %s, with no barrier between",
+               byte - range.begin, range.name, writes ? "written" : "read", earlier_wrote ? "written" : "read",
+               stamp_atomic(earlier) ? " atomically" : "", thread_name(threads + stamp_thread(earlier)).text);
+}
+
+/* Keeps a reader of another warp where there is one: two warps reading make any writer a race, whatever lanes they were. */
+static inline void readers_add(Byte *byte, Stamp now)
+{
+    Stamp last = byte->reader;
+    bool last_counts = stamp_epoch(last) == stamp_epoch(now) && stamp_thread(last) != stamp_thread(now);
+    bool same_warp = stamp_thread(last) / WARP == stamp_thread(now) / WARP;
+    bool other_counts = stamp_epoch(byte->other_reader) == stamp_epoch(now) &&
+                        stamp_thread(byte->other_reader) / WARP != stamp_thread(now) / WARP;
+    if (last_counts && !(same_warp && other_counts)) byte->other_reader = last;
+    byte->reader = now;
+}
+
+void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
+{
+    Thread *self = machine.current;
+    if (!self) simt_fault("an access to shared memory");
+    if (at < (ptrdiff_t)range.begin || at + (ptrdiff_t)bytes > (ptrdiff_t)range.end)
+        simt_fault("%s out of bounds: bytes %td to %td of the %u of shared memory %s", access == SIMT_READ ? "read" : "write",
+                   at - (ptrdiff_t)range.begin, at - (ptrdiff_t)range.begin + (ptrdiff_t)bytes - 1, range.end - range.begin,
+                   range.name ? range.name : "(a null pointer)");
+    if ((size_t)at % alignment)
+        simt_fault("misaligned access: byte %td of shared memory %s as a type aligned to %zu", at - (ptrdiff_t)range.begin,
+                   range.name, alignment);
+    bool writes = access != SIMT_READ;
+    unsigned number = thread_number(self);
+    Stamp now = stamp_make(machine.epoch, self->known[number % WARP], number, access == SIMT_ATOMIC);
+    for (uint32_t i = (uint32_t)at; i < (uint32_t)at + bytes; i++) {
+        Byte *byte = shared_bytes_known + i;
+        if (access != SIMT_WRITE && stamp_epoch(byte->writer) < machine.first_epoch)
+            simt_fault("read of byte %u of shared memory %s, which no thread of this block has written", i - range.begin,
+                       range.name);
+        if (stamps_unordered(self, byte->writer, now)) race_raise(range, i, writes, byte->writer, true);
+        if (writes) {
+            if (stamps_unordered(self, byte->reader, now)) race_raise(range, i, true, byte->reader, false);
+            if (stamps_unordered(self, byte->other_reader, now)) race_raise(range, i, true, byte->other_reader, false);
+            byte->writer = now;
+            byte->reader = byte->other_reader = 0;
+        } else if (byte->reader != now) {
+            readers_add(byte, now);
+        }
+    }
+    return shared_memory + at;
+}
+
+/* --- the scheduler ---------------------------------------------------------------------------------------------------------- */
+
+/* Where every fiber begins, and ends by going back to the scheduler for good. */
+static void fiber_main(void)
+{
+    if (__sanitizer_finish_switch_fiber)
+        __sanitizer_finish_switch_fiber(nullptr, &machine.scheduler.bottom, &machine.scheduler.size);
+    (*machine.body)();
+    machine.current->state = RETURNED;
+    machine.returned++;
+    machine.pauses = 0;
+    fiber_switch(&machine.current->fiber, &machine.scheduler, true);
+    abort(); /* a fiber that has returned is not entered again */
+}
+
+static void stacks_make(void)
+{
+    size_t slot = FIBER_STACK + GUARD_PAGE;
+    machine.stacks = (char *)mmap(nullptr, slot * MAX_THREADS, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (machine.stacks == MAP_FAILED) { perror("simt: stacks of the fibers"); _exit(1); }
+    for (int i = 0; i < MAX_THREADS; i++) {
+        mprotect(machine.stacks + slot * i, GUARD_PAGE, PROT_NONE);
+        threads[i].fiber.bottom = machine.stacks + slot * i + GUARD_PAGE;
+        threads[i].fiber.size = FIBER_STACK;
+    }
+}
+
+/* All threads stand on the near side of a barrier, or at the start: nothing that happened before is a race any more. */
+static void epoch_begin(void)
+{
+    if (++machine.epoch == 0) { fprintf(stderr, "simt: out of epochs: 2^32 barriers in one process\n"); _exit(1); }
+    for (unsigned i = 0; i < machine.threads; i++) {
+        memset(threads[i].known, 0, sizeof threads[i].known);
+        threads[i].known[i % WARP] = 1;
+    }
+}
+
+static void block_begin(void)
+{
+    machine.returned = 0;
+    machine.pauses = 0;
+    machine.arrays.clear();
+    machine.shared_used = machine.shared_bytes;
+    machine.ready.clear();
+    epoch_begin();
+    machine.first_epoch = machine.epoch;
+    for (unsigned i = 0; i < machine.threads; i++) {
+        threads[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
+        fiber_set(&threads[i].fiber, fiber_main);
+        thread_ready(threads + i);
+    }
+}
+
+/* Where a thread is, said of one that keeps another waiting. */
+static std::string whereabouts(const Thread *thread)
+{
+    if (thread->state == RETURNED) return "has returned";
+    std::string text = format("waits in the %s at %s:%d", thread->call, thread->site.file, thread->site.line);
+    return thread->state == IN_COLLECTIVE ? text + format(" with the mask 0x%08x", thread->mask) : text;
+}
+
+/* No thread can run, and not all wait at one barrier: says which waits for which. */
+static void deadlock_record(void)
+{
+    for (unsigned i = 0; i < machine.threads; i++) {
+        const Thread *self = threads + i, *warp = warp_of(self);
+        if (self->state != IN_COLLECTIVE) continue;
+        for (unsigned rest = self->mask; rest; rest &= rest - 1) {
+            const Thread *other = warp + __builtin_ctz(rest);
+            if (same_collective(self, other)) continue;
+            fault_record(self, format("%s at %s:%d with the mask 0x%08x waits for lane %d, %s, which ", self->call,
+                                      self->site.file, self->site.line, self->mask, __builtin_ctz(rest),
+                                      thread_name(other).text) + whereabouts(other));
+            return;
+        }
+    }
+    const Thread *self = threads;
+    while (self->state != AT_BARRIER) self++;
+    for (unsigned i = 0; i < machine.threads; i++) {
+        const Thread *other = threads + i;
+        if (other->state == AT_BARRIER && same_site(self->site, other->site)) continue;
+        fault_record(self, format("divergent barrier: it waits at %s:%d for %s, which ", self->site.file, self->site.line,
+                                  thread_name(other).text) + whereabouts(other));
+        return;
+    }
+}
+
+/* Opens the barrier at which all threads stand. False where they do not. */
+static bool barrier_open(void)
+{
+    uint64_t count = 0;
+    for (unsigned i = 0; i < machine.threads; i++) {
+        if (threads[i].state != AT_BARRIER || !same_site(threads[i].site, threads[0].site)) return false;
+        count += threads[i].payload;
+    }
+    epoch_begin();
+    machine.pauses = 0;
+    for (unsigned i = 0; i < machine.threads; i++) {
+        threads[i].result = count;
+        thread_ready(threads + i);
+    }
+    return true;
+}
+
+/* Runs the block blockIdx to its end; false where a fault ended it. */
+static bool block_run(void)
+{
+    block_begin();
+    while (machine.returned < machine.threads) {
+        if (machine.ready.empty()) {
+            if (barrier_open()) continue;
+            deadlock_record();
+            return false;
+        }
+        size_t pick = random_below(machine.ready.size());
+        Thread *next = threads + machine.ready[pick];
+        machine.ready[pick] = machine.ready.back();
+        machine.ready.pop_back();
+        machine.current = next;
+        threadIdx = next->index;
+        fiber_switch(&machine.scheduler, &next->fiber, false);
+        machine.current = nullptr;
+        if (machine.faulted) return false;
+    }
+    return true;
+}
+
+/* Frames left on abandoned stacks would look like poisoned memory to the next fibers there. */
+static void stacks_abandon(void)
+{
+    if (!__asan_unpoison_memory_region) return;
+    for (unsigned i = 0; i < machine.threads; i++) __asan_unpoison_memory_region(threads[i].fiber.bottom, FIBER_STACK);
+}
+
+static void fences_check(void);
+
+static bool grid_run(void)
+{
+    uint64_t blocks = (uint64_t)gridDim.x * gridDim.y * gridDim.z;
+    std::vector<uint64_t> order(blocks);
+    for (uint64_t i = 0; i < blocks; i++) {
+        uint64_t j = random_below(i + 1);
+        order[i] = order[j];
+        order[j] = i;
+    }
+    for (uint64_t block : order) {
+        blockIdx = {(unsigned)(block % gridDim.x), (unsigned)(block / gridDim.x % gridDim.y),
+                    (unsigned)(block / gridDim.x / gridDim.y)};
+        if (!block_run()) return false;
+    }
+    return true;
+}
+
+static cudaError_t error_set(cudaError_t error)
+{
+    if (error != cudaSuccess) machine.last_error = error;
+    return error;
+}
+
+static cudaError_t launch_refuse(const char *text, cudaError_t error, const std::string &why)
+{
+    fprintf(stderr, "simt: launch of kernel %s refused: %s\n", kernel_name(text).c_str(), why.c_str());
+    return error_set(error);
+}
+
+cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
+                        const std::function<void()> &body)
+{
+    if (machine.running) simt_fault("it launches the kernel %s", kernel_name(text).c_str());
+    if (machine.faulted) return cudaErrorLaunchFailure;
+    if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535)
+        return launch_refuse(text, cudaErrorInvalidConfiguration, format("a grid of (%u,%u,%u)", grid.x, grid.y, grid.z));
+    if (!block.x || !block.y || !block.z || block.x > 1024 || block.y > 1024 || block.z > 64 ||
+        (uint64_t)block.x * block.y * block.z > MAX_THREADS)
+        return launch_refuse(text, cudaErrorInvalidConfiguration, format("a block of (%u,%u,%u)", block.x, block.y, block.z));
+    auto raised = machine.dynamic_limits.find(kernel);
+    size_t limit = raised == machine.dynamic_limits.end() ? (size_t)SHARED_DEFAULT : raised->second;
+    if (shared_bytes > limit)
+        return launch_refuse(text, cudaErrorInvalidValue, format("%zu bytes of dynamic shared memory, %zu are allowed",
+                                                                 shared_bytes, limit));
+    if (!machine.stacks) stacks_make();
+    machine.running = true;
+    machine.text = text;
+    machine.kernel = kernel;
+    machine.shared_bytes = shared_bytes;
+    machine.body = &body;
+    machine.threads = block.x * block.y * block.z;
+    gridDim = grid;
+    blockDim = block;
+    if (!grid_run()) stacks_abandon();
+    fences_check();
+    machine.running = false;
+    return machine.faulted ? error_set(cudaErrorLaunchFailure) : cudaSuccess;
+}
+
+/* --- global memory ------------------------------------------------------------------------------------------------------------ */
+
+/* Without AddressSanitizer: were the bytes around every allocation left alone? */
+static void fences_check(void)
+{
+    if (__asan_poison_memory_region) return;
+    for (const auto &allocation : machine.allocations)
+        for (ptrdiff_t i = -FENCE; i < FENCE; i++) {
+            ptrdiff_t at = i < 0 ? i : (ptrdiff_t)allocation.second + i;
+            if ((unsigned char)allocation.first[at] == FENCE_BYTE) continue;
+            fault_record(nullptr, format("global memory was written out of bounds: byte %td of an allocation of %zu", at,
+                                         allocation.second));
+            allocation.first[at] = (char)FENCE_BYTE;
+            return;
+        }
+}
+
+static cudaError_t memory_allocate(void **memory, size_t bytes, int fill)
+{
+    *memory = nullptr;
+    if (bytes == 0) return cudaSuccess;
+    if (bytes > SIZE_MAX / 2) return error_set(cudaErrorMemoryAllocation);
+    char *base = (char *)aligned_alloc(256, (bytes + 2 * FENCE + 255) / 256 * 256);
+    if (!base) return error_set(cudaErrorMemoryAllocation);
+    char *user = base + FENCE;
+    memset(base, FENCE_BYTE, FENCE);
+    memset(user, fill, bytes);
+    memset(user + bytes, FENCE_BYTE, FENCE);
+    if (__asan_poison_memory_region) {
+        __asan_poison_memory_region(base, FENCE);
+        __asan_poison_memory_region(user + bytes, FENCE);
+    }
+    machine.allocations[user] = bytes;
+    *memory = user;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void **memory, size_t bytes) { return memory_allocate(memory, bytes, 0xff); }
+cudaError_t cudaMallocHost(void **memory, size_t bytes) { return memory_allocate(memory, bytes, 0xff); }
+cudaError_t cudaFreeHost(void *memory) { return cudaFree(memory); }
+
+cudaError_t cudaFree(void *memory)
+{
+    if (!memory) return cudaSuccess;
+    auto allocation = machine.allocations.find((char *)memory);
+    if (allocation == machine.allocations.end()) return error_set(cudaErrorInvalidValue);
+    char *base = allocation->first - FENCE;
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(base, allocation->second + 2 * FENCE);
+    machine.allocations.erase(allocation);
+    free(base);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind)
+{
+    if (bytes) memmove(to, from, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                         cudaMemcpyKind)
+{
+    if (width > to_pitch || width > from_pitch) return error_set(cudaErrorInvalidValue);
+    for (size_t row = 0; row < height; row++)
+        memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void *memory, int value, size_t bytes)
+{
+    if (bytes) memset(memory, value, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes)
+{
+    *free_bytes = *total_bytes = (size_t)16 << 30;
+    return cudaSuccess;
+}
+
+/* --- the rest of the host runtime -------------------------------------------------------------------------------------------- */
+
+cudaError_t cudaPeekAtLastError(void) { return machine.faulted ? cudaErrorLaunchFailure : machine.last_error; }
+
+cudaError_t cudaGetLastError(void)
+{
+    cudaError_t error = cudaPeekAtLastError();
+    machine.last_error = cudaSuccess;
+    return error;
+}
+
+static const struct { cudaError_t error; const char *name, *text; } error_texts[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
+    {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
+};
+
+const char *cudaGetErrorString(cudaError_t error)
+{
+    for (const auto &entry : error_texts) if (entry.error == error) return entry.text;
+    return "unrecognized error code";
+}
+
+const char *cudaGetErrorName(cudaError_t error)
+{
+    for (const auto &entry : error_texts) if (entry.error == error) return entry.name;
+    return "unrecognized error code";
+}
+
+/* A stream and an event are something to point at. */
+struct CUstream_st { unsigned flags; };
+struct CUevent_st { timespec time; };
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+{
+    *stream = new CUstream_st{flags};
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+    delete stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return machine.faulted ? cudaErrorLaunchFailure : cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { return cudaStreamSynchronize(nullptr); }
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+{
+    *event = new CUevent_st{};
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t)
+{
+    clock_gettime(CLOCK_MONOTONIC, &event->time);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end)
+{
+    *milliseconds = (float)((double)(end->time.tv_sec - start->time.tv_sec) * 1e3 +
+                            (double)(end->time.tv_nsec - start->time.tv_nsec) * 1e-6);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    delete event;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) { return error_set(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
+
+static int device_sm(void) { return machine.sm ? machine.sm : 80; }
+void simt_set_sm(int sm) { machine.sm = sm; }
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device)
+{
+    if (device != 0) return error_set(cudaErrorInvalidDevice);
+    *properties = cudaDeviceProp{};
+    snprintf(properties->name, sizeof properties->name, "SIMT emulation");
+    properties->totalGlobalMem = (size_t)16 << 30;
+    properties->sharedMemPerBlock = SHARED_DEFAULT;
+    properties->sharedMemPerBlockOptin = SHARED_LIMIT;
+    properties->sharedMemPerMultiprocessor = SHARED_LIMIT + 1024;
+    properties->major = device_sm() / 10;
+    properties->minor = device_sm() % 10;
+    properties->multiProcessorCount = 4;
+    properties->warpSize = WARP;
+    properties->maxThreadsPerBlock = MAX_THREADS;
+    properties->maxThreadsPerMultiProcessor = 2 * MAX_THREADS;
+    properties->regsPerBlock = 65536;
+    properties->l2CacheSize = 1 << 20;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device)
+{
+    cudaDeviceProp all;
+    cudaError_t error = cudaGetDeviceProperties(&all, device);
+    if (error != cudaSuccess) return error;
+    switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock: *value = all.maxThreadsPerBlock; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)all.sharedMemPerBlock; break;
+    case cudaDevAttrWarpSize: *value = all.warpSize; break;
+    case cudaDevAttrMultiProcessorCount: *value = all.multiProcessorCount; break;
+    case cudaDevAttrL2CacheSize: *value = all.l2CacheSize; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = all.maxThreadsPerMultiProcessor; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = all.major; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = all.minor; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)all.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)all.sharedMemPerBlockOptin; break;
+    default: return error_set(cudaErrorInvalidValue);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value)
+{
+    if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > SHARED_LIMIT)
+        return error_set(cudaErrorInvalidValue);
+    machine.dynamic_limits[kernel] = (size_t)value;
+    return cudaSuccess;
+}
+
+/* --- for tests ---------------------------------------------------------------------------------------------------------------- */
+
+std::string simt_fault_of(const std::function<void()> &body)
+{
+    machine.catching = true;
+    machine.faulted = false;
+    machine.fault.clear();
+    body();
+    machine.catching = machine.faulted = false;
+    machine.last_error = cudaSuccess;
+    return std::move(machine.fault);
+}
+
+SimtChild simt_child(const std::function<void()> &body)
+{
+    fflush(stdout);
+    fflush(stderr);
+    FILE *file = tmpfile();
+    if (!file) { perror("simt: tmpfile"); exit(1); }
+    pid_t child = fork();
+    if (child < 0) { perror("simt: fork"); exit(1); }
+    if (child == 0) {
+        dup2(fileno(file), 2);
+        body();
+        _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    SimtChild result = {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), ""};
+    char buffer[4096];
+    rewind(file);
+    for (size_t got; (got = fread(buffer, 1, sizeof buffer, file)) > 0;) result.text.append(buffer, got);
+    fclose(file);
+    return result;
+}
