@@ -164,7 +164,7 @@ void cpu_settle_threads(char **argv)
     ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
     if (length <= 0 || getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
     program[length] = 0;
-    if (!setenv("GOMP_SPINCOUNT", "200", 1)) execv(program, argv);
+    if (!setenv("GOMP_SPINCOUNT", "100", 1)) execv(program, argv);
 #else
     (void)argv;
 #endif

@@ -20,7 +20,7 @@ extern "C" {
 /* To be called first in main. GNU's OpenMP lets idle threads spin for milliseconds, which is quick on an idle machine; but
  * where another process wants a core, the thread that spins keeps the one that works from running, and each parallel region
  * takes a time slice of 4 to 12 ms (measured: 0.6 ms for a product of 768 x 128 x 384 became 12 ms). The library reads
- * how long to spin before main runs; so, where the environment does not say, this sets GOMP_SPINCOUNT to some 20
+ * how long to spin before main runs; so, where the environment does not say, this sets GOMP_SPINCOUNT to some 10
  * microseconds and starts the program anew. Returns where there is nothing to do, or where that fails. */
 void cpu_settle_threads(char **argv);
 
