@@ -7,11 +7,11 @@
 
 The words are made from syllables, the rules are fixed. A taste of what comes out:
 
-    Some sorel gamus that this nif admires sleep behind most dakos. Does every bemi know that a tovar sings?
+    This ho that two hos di res ty. Does this no that a lu fo tis know that the tu bu nu vas fi the fu hos?
 
 What there is to learn, from easy to hard: spelling; which kind of word follows which; how often each word is used; that a
-determiner, its noun and its verb agree in number, also where clauses stand between noun and verb ("gamus that this nif
-admires sleep"), which may themselves hold clauses; that a sentence which opens with Do or Does ends with a question mark.
+determiner, its noun and its verb agree in number, also where a clause stands between noun and verb ("ho that two hos di
+res"), which may itself hold a clause; that a sentence which opens with Do or Does ends with a question mark.
 
 Why the entropy rate is exact. Three facts:
 1. The rules are LL(1): at every choice, the next word alone says which alternative was taken (tests/test_prepare.py checks
@@ -32,14 +32,13 @@ import math
 import random
 
 ONSETS = "b d f g h j k l m n p r t v z".split()
-VOWELS = "a e i o u".split()
-CODAS = "l m n r".split()  # none is s: a stem and an s are never another stem
+# How many words of each kind there are, and the vowels they end with: as in Esperanto, a word shows its kind. A word is one
+# onset and one vowel, so that most bytes hold a choice: the more nats a byte, the less weighs what a window's start costs.
+KINDS = {"noun": (20, "ao"), "adjective": (10, "u"), "adverb": (8, "y"), "intransitive": (10, "e"), "transitive": (10, "i")}
 
 NUMBERS = ("one", "many")
 DETERMINERS = {"one": "a my this".split(), "many": "the two some".split()}
 PREPOSITIONS = "by in on".split()
-# How many words of each kind. More take longer to learn, and make a better read.
-SIZES = {"noun": 24, "adjective": 12, "adverb": 8, "intransitive": 10, "transitive": 10}
 BELIEFS = "know think".split()
 
 # Where the sentence ends: the one place with these bytes.
@@ -51,9 +50,8 @@ class Grammar:
 
     def __init__(self, seed=1):
         rng = random.Random(seed)
-        words = _words(rng)
-        lexicon = {kind: [next(words) for _ in range(size)] for kind, size in SIZES.items()}
-        self.rules = {"Sentence": _sentence(), "Gap": GAPS, "Tail": _optional(0.1, " while", "Clause"), **_shared(lexicon)}
+        lexicon = {kind: _words(rng, size, vowels) for kind, (size, vowels) in KINDS.items()}
+        self.rules = {"Sentence": _sentence(), "Gap": GAPS, "Tail": _optional(0.05, " while", "Clause"), **_shared(lexicon)}
         for number in NUMBERS:
             self.rules.update(_numbered(number, lexicon))
 
@@ -110,19 +108,16 @@ class Grammar:
         return rows[i][n] / rows[i][i]
 
 
-def _words(rng):
-    """Yields distinct words of one or two syllables that are none of the fixed ones."""
-    seen = {"does", "do", "that", "while", *PREPOSITIONS, *BELIEFS, *itertools.chain(*DETERMINERS.values())}
-    while True:
-        word = rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS + [""])
-        if word not in seen:
-            seen.add(word)
-            yield word
+def _words(rng, size, vowels):
+    """Distinct words of one syllable that are none of the fixed ones."""
+    fixed = {*PREPOSITIONS, *BELIEFS, *itertools.chain(*DETERMINERS.values())}
+    words = {onset + vowel: rng.random() for onset in ONSETS for vowel in vowels}
+    return sorted(words.keys() - fixed, key=words.get)[:size]
 
 
 def _choose(words):
     """One of the words with a blank before it, the earlier ones more often."""
-    weights = [1 / (rank + 6) for rank in range(len(words))]
+    weights = [1 / (rank + 12) for rank in range(len(words))]
     return tuple((weight / sum(weights), (" " + word,)) for word, weight in zip(words, weights))
 
 
@@ -143,7 +138,7 @@ def _shared(lexicon):
         "Clause": ((0.5, ("Phrase_one", "Predicate_one")), (0.5, ("Phrase_many", "Predicate_many"))),
         "Phrase": ((0.5, ("Phrase_one",)), (0.5, ("Phrase_many",))),
         "Agent": ((0.5, ("Phrase_one", "Transitive_one")), (0.5, ("Phrase_many", "Transitive_many"))),
-        "Adjectives": _optional(0.4, "Adjective", "Adjectives"),
+        "Adjectives": _optional(0.3, "Adjective", "Adjectives"),
         "Adjective": _choose(lexicon["adjective"]),
         "Manner": ((0.4, ()), (0.3, ("Adverb",)), (0.3, ("Preposition", "Phrase"))),
         "Adverb": _choose(lexicon["adverb"]),
@@ -164,10 +159,10 @@ def _numbered(number, lexicon):
         f"Opening_{n}": tuple((p, (word.strip().capitalize(), f"Core_{n}")) for p, (word,) in determiners),
         f"Phrase_{n}": tuple((p, (word, f"Core_{n}")) for p, (word,) in determiners),
         f"Core_{n}": ((1.0, ("Adjectives", f"Noun_{n}", f"Relative_{n}")),),
-        f"Relative_{n}": _optional(0.2, " that", f"Relation_{n}"),
+        f"Relative_{n}": _optional(0.15, " that", f"Relation_{n}"),
         f"Relation_{n}": ((0.6, (f"Predicate_{n}",)), (0.4, ("Agent",))),
-        f"Predicate_{n}": ((0.45, (f"Intransitive_{n}", "Manner")), (0.45, (f"Transitive_{n}", "Phrase")),
-                           (0.10, (f"Belief_{n}", " that", "Clause"))),
+        f"Predicate_{n}": ((0.45, (f"Intransitive_{n}", "Manner")), (0.50, (f"Transitive_{n}", "Phrase")),
+                           (0.05, (f"Belief_{n}", " that", "Clause"))),
         f"Noun_{n}": _choose([word + noun_end for word in lexicon["noun"]]),
         f"Intransitive_{n}": verbs(lexicon["intransitive"]),
         f"Transitive_{n}": verbs(lexicon["transitive"]),

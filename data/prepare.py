@@ -157,7 +157,7 @@ def read_merges(directory):
     if not isinstance(ids, dict) or END_OF_TEXT[0] not in ids:
         raise Fault(f"{paths[0]}: expected a table of tokens with {END_OF_TEXT[0]} among them")
     rows = []
-    with open(paths[1], encoding="utf-8") as file:
+    with open(paths[1], encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             row = tuple(line.split())
             if not row or (number == 1 and line.startswith("#version")):
