@@ -7,6 +7,9 @@ CC ?= cc
 ifeq ($(origin CC),default)
 CC := cc
 endif
+ifeq ($(origin CXX),default)
+CXX := $(if $(findstring clang,$(CC)),clang++,g++)
+endif
 NVCC ?= nvcc
 ARCH ?=
 DEBUG ?= 0
@@ -22,11 +25,11 @@ endif
 TRAIN := $(if $(filter build,$(BUILD)),train_gpt,$(BUILD)/train_gpt)
 
 # What the machine has, found out once for each set of wishes (dev/detect.sh); `make clean` forgets it.
-WISHES := $(subst /,_,$(subst $() $(),_,$(CC)-$(NVCC)-$(ARCH)-$(CUDA)-$(BLAS)-$(OPENMP)))
+WISHES := $(subst /,_,$(subst $() $(),_,$(CC)-$(CXX)-$(NVCC)-$(ARCH)-$(CUDA)-$(BLAS)-$(OPENMP)))
 CONFIG := $(BUILD)/config-$(WISHES).mk
 ifeq ($(filter help clean,$(MAKECMDGOALS)),)
 ifeq ($(wildcard $(CONFIG)),)
-$(shell sh dev/detect.sh $(CONFIG) "$(CC)" "$(NVCC)" "$(ARCH)" "$(CUDA)" "$(BLAS)" "$(OPENMP)")
+$(shell sh dev/detect.sh $(CONFIG) "$(CC)" "$(NVCC)" "$(ARCH)" "$(CUDA)" "$(BLAS)" "$(OPENMP)" "$(CXX)")
 endif
 include $(CONFIG)
 endif
@@ -34,7 +37,7 @@ endif
 ifneq ($(MARCH),)
 MARCH_FLAGS := -march=$(MARCH)
 endif
-WARNINGS := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wvla $(if $(WERROR),-Werror)
+WARNINGS := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wvla $(if $(WERROR),-Werror) $(if $(OPENMP_FLAGS),,-Wno-unknown-pragmas)
 OPTIMIZE := -O3 $(MARCH_FLAGS) -fno-math-errno -fno-trapping-math -g
 ifneq ($(DEBUG),0)
 OPTIMIZE := -O1 $(MARCH_FLAGS) -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -49,7 +52,8 @@ NVCCFLAGS += -std=c++17 -O3 -lineinfo -arch=$(CUDA_ARCH) -I. -DHAVE_CUDA -D_GNU_
 comma := ,
 
 C_SOURCES := $(wildcard attention/*.c layers/*.c data/*.c trainer/*.c)
-OBJECTS := $(C_SOURCES:%=$(BUILD)/%.o)
+C_OBJECTS := $(C_SOURCES:%=$(BUILD)/%.o)
+OBJECTS := $(C_OBJECTS)
 ifneq ($(CUDA_ARCH),)
 OBJECTS += $(patsubst %,$(BUILD)/%.o,$(wildcard attention/*.cu layers/*.cu))
 LINK = $(NVCC) -arch=$(CUDA_ARCH) -Xcompiler "$(subst $() $(),$(comma),$(strip $(LDFLAGS)))"
@@ -59,10 +63,11 @@ LINK = $(CC) $(LDFLAGS)
 endif
 
 TESTS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
+SIMT_TESTS := $(patsubst %.cpp,$(BUILD)/%,$(wildcard tests/simt/test_*.cpp))
 BENCHES := $(patsubst dev/%.c,$(BUILD)/dev/%,$(wildcard dev/bench_*.c))
 KERNELS := $(patsubst dev/attention/%.c,$(BUILD)/attention/%.so,$(wildcard dev/attention/*.c))
 
-.PHONY: all run test test-c tests fuzz bench kernels clean help
+.PHONY: all run test test-c test-simt tests fuzz bench kernels clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -71,13 +76,16 @@ all: $(TRAIN)  ## build train_gpt (the default)
 run: all  ## prepare a corpus offline and train on it for about a minute: make run [TEXT=FILE]
 	@$(PYTHON) dev/run.py --train ./$(TRAIN) $(if $(TEXT),--text "$(TEXT)")
 
-test: all $(TESTS) $(KERNELS)  ## build and run every test that this machine can run
-	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS) $(wildcard tests/test_*.py)
+test: all $(TESTS) $(SIMT_TESTS) $(KERNELS)  ## build and run every test that this machine can run
+	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS) $(SIMT_TESTS) $(wildcard tests/test_*.py)
 
 test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: under sanitizers)
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS)
 
-tests: $(TESTS) $(KERNELS)
+test-simt: $(SIMT_TESTS)  ## the CUDA kernels on the CPU, under the emulation of tests/simt
+	@$(PYTHON) tests/run.py $(SIMT_TESTS)
+
+tests: $(TESTS) $(SIMT_TESTS) $(KERNELS)
 
 fuzz:  ## feed damaged files to every reader, under sanitizers: make fuzz [SECONDS_TO_FUZZ=60]
 	@$(MAKE) --no-print-directory DEBUG=1 build/debug/tests/fuzz_readers
@@ -121,6 +129,30 @@ $(BUILD)/train_gpt.o: train_gpt.cu $(BUILD)/flags
 $(BUILD)/tests/%: tests/%.c $(OBJECTS)
 	@mkdir -p $(@D)
 	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -MF $@.d $< $(OBJECTS) $(LDFLAGS) $(LDLIBS) -o $@
+
+# CUDA kernels on the CPU: tests/simt/test_*.cpp include the .cu files they test, and use what they need of the C twins.
+# Always under sanitizers; the emulation itself without. With no C++ compiler, a script says that the test is skipped.
+SIMT_FLAGS := -std=c++17 -g -fno-omit-frame-pointer -fno-strict-aliasing -DSIMT_EMULATION -D_GNU_SOURCE -Itests/simt -I. \
+              -Wall -Wextra -Wno-unknown-pragmas $(if $(WERROR),-Werror) $(if $(OPENMP_FLAGS),,-Wno-unknown-pragmas)
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
+ifneq ($(SIMT_CXX),)
+$(BUILD)/tests/simt/simt.o: tests/simt/simt.cpp
+	@mkdir -p $(@D)
+	$(SIMT_CXX) $(SIMT_FLAGS) -O2 -MMD -MP -c $< -o $@
+
+$(BUILD)/twins.a: $(C_OBJECTS)
+	@rm -f $@
+	ar rcs $@ $^
+
+$(BUILD)/tests/simt/%: tests/simt/%.cpp $(BUILD)/tests/simt/simt.o $(BUILD)/twins.a
+	$(SIMT_CXX) $(SIMT_FLAGS) -O1 $(SANITIZE) -MMD -MP -MF $@.d $< $(BUILD)/tests/simt/simt.o $(BUILD)/twins.a \
+	    $(OPENMP_FLAGS) $(BLAS_LIBS) -lm -ldl -lpthread -o $@
+else
+$(BUILD)/tests/simt/%: tests/simt/%.cpp
+	@mkdir -p $(@D)
+	@printf '#!/bin/sh\necho "skip $*: $(CXX) cannot build C++17 with sanitizers here"\necho "0 passed, 0 failed, 1 skipped"\n' > $@
+	@chmod +x $@
+endif
 
 $(BUILD)/dev/%: dev/%.c $(OBJECTS)
 	@mkdir -p $(@D)
