@@ -33,10 +33,9 @@ TEXT = f"{MODEL} --seq 64 --batch 12 --steps 2000 --lr 2e-3 --lr-final 1e-4 --wa
 
 def run(command):
     """Shows a command, runs it, ends this program where it fails. Ctrl-C is the command's to answer."""
-    print("\n$ " + " ".join(map(shlex.quote, command)), flush=True)
-    # GNU's OpenMP lets threads spin while they wait, which on a machine that has other work to do slows training down many
-    # times over. A short spin is as fast on an idle machine.
-    process = subprocess.Popen(command, env={"GOMP_SPINCOUNT": "10000", **os.environ})
+    shown = ["python3" if word == sys.executable else word for word in command]
+    print("\n$ " + " ".join(map(shlex.quote, shown)), flush=True)
+    process = subprocess.Popen(command)
     while True:
         try:
             status = process.wait()
