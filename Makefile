@@ -133,10 +133,11 @@ $(BUILD)/tests/%: tests/%.c $(OBJECTS)
 # CUDA kernels on the CPU: tests/simt/test_*.cpp include the .cu files they test, and use what they need of the C twins.
 # Always under sanitizers; the emulation itself without. With no C++ compiler, a script says that the test is skipped.
 SIMT_FLAGS := -std=c++17 -g -fno-omit-frame-pointer -fno-strict-aliasing -DSIMT_EMULATION -D_GNU_SOURCE -Itests/simt -I. \
-              -Wall -Wextra -Wno-unknown-pragmas $(if $(WERROR),-Werror) $(if $(OPENMP_FLAGS),,-Wno-unknown-pragmas)
+              -Wall -Wextra -Wno-unknown-pragmas $(if $(WERROR),-Werror)
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
 ifneq ($(SIMT_CXX),)
-$(BUILD)/tests/simt/simt.o: tests/simt/simt.cpp
+SIMT_OBJECTS := $(BUILD)/tests/simt/simt.o $(BUILD)/tests/simt/simt_runtime.o
+$(SIMT_OBJECTS): $(BUILD)/%.o: %.cpp
 	@mkdir -p $(@D)
 	$(SIMT_CXX) $(SIMT_FLAGS) -O2 -MMD -MP -c $< -o $@
 
@@ -144,13 +145,14 @@ $(BUILD)/twins.a: $(C_OBJECTS)
 	@rm -f $@
 	ar rcs $@ $^
 
-$(BUILD)/tests/simt/%: tests/simt/%.cpp $(BUILD)/tests/simt/simt.o $(BUILD)/twins.a
-	$(SIMT_CXX) $(SIMT_FLAGS) -O1 $(SANITIZE) -MMD -MP -MF $@.d $< $(BUILD)/tests/simt/simt.o $(BUILD)/twins.a \
+$(BUILD)/tests/simt/%: tests/simt/%.cpp $(SIMT_OBJECTS) $(BUILD)/twins.a
+	$(SIMT_CXX) $(SIMT_FLAGS) -O1 $(SANITIZE) -MMD -MP -MF $@.d $< $(SIMT_OBJECTS) $(BUILD)/twins.a \
 	    $(OPENMP_FLAGS) $(BLAS_LIBS) -lm -ldl -lpthread -o $@
 else
 $(BUILD)/tests/simt/%: tests/simt/%.cpp
 	@mkdir -p $(@D)
-	@printf '#!/bin/sh\necho "skip $*: $(CXX) cannot build C++17 with sanitizers here"\necho "0 passed, 0 failed, 1 skipped"\n' > $@
+	@printf '%s\n' '#!/bin/sh' 'echo "skip $*: $(CXX) cannot build C++17 with sanitizers"' \
+	    'echo "0 passed, 0 failed, 1 skipped"' > $@
 	@chmod +x $@
 endif
 

@@ -1,11 +1,11 @@
 #!/bin/sh
 # Finds out what this machine can build with and writes it as Makefile variables to the file $1. Each finding that changes
 # the build is one FOUND line, which the Makefile prints once.
-#   sh dev/detect.sh OUT CC NVCC ARCH CUDA BLAS OPENMP      (empty: find out; 0: without)
-out=$1 cc=$2 nvcc=$3 arch=$4 cuda=$5 blas=$6 openmp=$7
+#   sh dev/detect.sh OUT CC NVCC ARCH CUDA BLAS OPENMP CXX      (empty: find out; 0: without)
+out=$1 cc=$2 nvcc=$3 arch=$4 cuda=$5 blas=$6 openmp=$7 cxx=$8
 dir=$(dirname "$out") && mkdir -p "$dir" || exit 1
 try=$dir/detect.$$
-trap 'rm -f "$try" "$try.c" "$out.$$"' EXIT
+trap 'rm -f "$try" "$try.c" "$try.cpp" "$out.$$"' EXIT
 found=
 say() { found="$found\$(info $1)
 "; }
@@ -37,6 +37,13 @@ int main(void) { float a = 2, b = 3, c = 1;
     [ -n "$blas_libs" ] || say "BLAS: none found, own matrix products on the CPU (Debian: libopenblas-dev is faster)"
 fi
 
+# The tests of CUDA kernels on the CPU need C++17 and the sanitizers; nothing else here is C++.
+simt_cxx=
+printf '#include <functional>\nint main() { return std::function<int()>([] { return 0; })(); }\n' > "$try.cpp"
+if $cxx -std=c++17 -fsanitize=address,undefined "$try.cpp" -o "$try" > /dev/null 2>&1 && "$try" > /dev/null 2>&1
+then simt_cxx=$cxx
+else say "C++: '$cxx' cannot build C++17 with sanitizers, tests/simt is skipped (Debian: g++)"; fi
+
 nvcc_path=
 if [ "$cuda" = 0 ]; then say "CUDA: off by request, CPU only"
 elif ! nvcc_path=$(command -v "$nvcc"); then
@@ -64,4 +71,5 @@ fi
     echo "BLAS_FLAGS := $blas_flags"
     echo "BLAS_LIBS := $blas_libs"
     echo "CUDA_ARCH := $cuda_arch"
+    echo "SIMT_CXX := $simt_cxx"
 } > "$out.$$" && mv "$out.$$" "$out"

@@ -1,4 +1,4 @@
-/* simt.cpp - the machine behind simt.h: fibers, the scheduler of a block, the memory of who touched what, the host runtime.
+/* simt.cpp - the machine behind simt.h: fibers, the scheduler of a block, the memory of who touched what.
  *
  * Compiled without sanitizers (they are found at run time, through weak symbols), so that the bookkeeping of every access
  * costs little and switching stacks is not instrumented.
@@ -9,24 +9,18 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
-#include <map>
 #include <unordered_map>
-#include <utility>
 #include <vector>
+
+#include "simt_machine.h"
 
 #ifndef __x86_64__
 #include <ucontext.h>
 #endif
 
-#define WEAK __attribute__((weak))
 extern "C" {
-WEAK void __sanitizer_start_switch_fiber(void **fake_stack, const void *bottom, size_t size);
-WEAK void __sanitizer_finish_switch_fiber(void *fake_stack, const void **bottom_old, size_t *size_old);
-WEAK void __asan_poison_memory_region(const volatile void *memory, size_t size);
-WEAK void __asan_unpoison_memory_region(const volatile void *memory, size_t size);
 const char *__asan_default_options(void);
 void __asan_on_error(void);
 void __ubsan_on_report(void);
@@ -40,17 +34,12 @@ dim3 blockDim, gridDim;
 
 enum {
     WARP = 32,
-    MAX_THREADS = 1024,
     FIBER_STACK = 256 * 1024,
     GUARD_PAGE = 4096,
-    SHARED_DEFAULT = 48 * 1024,  /* what a block gets without asking */
-    SHARED_LIMIT = 227 * 1024,   /* what it gets at all: sm_90; sm_80 has 163 KB, checked by the kernels' own refusals */
-    FENCE = 4096,
-    FENCE_BYTE = 0xa5,
     PAUSES_WITHOUT_PROGRESS = 100 * 1000 * 1000,
 };
 
-/* --- fibers ------------------------------------------------------------------------------------------------------------- */
+/* --- fibers -------------------------------------------------------------------------------------------------------- */
 
 /* A stack and where execution stands on it. */
 struct Fiber {
@@ -65,7 +54,7 @@ struct Fiber {
 };
 
 #ifdef __x86_64__
-/* Saves what the calling convention preserves on this stack, leaves its address at *from, and goes on where `to` was saved. */
+/* Saves what the calling convention preserves on this stack, leaves its address at *from, goes on where `to` was saved. */
 extern "C" void simt_switch_stack(void **from, void *to);
 asm(".text\n"
     ".globl simt_switch_stack\n"
@@ -110,7 +99,7 @@ static void fiber_switch(Fiber *from, Fiber *to, bool ends)
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(from->fake_stack, nullptr, nullptr);
 }
 
-/* --- the state of a launch and of its block ------------------------------------------------------------------------------ */
+/* --- the state of a launch and of its block ------------------------------------------------------------------------ */
 
 enum ThreadState { READY, AT_BARRIER, IN_COLLECTIVE, RETURNED };
 
@@ -128,7 +117,7 @@ struct Thread {
 };
 
 /* An access as one number, so that the next one compares quickly: epoch, clock, thread, whether atomic. An epoch is the time
- * between two barriers of a block; they are numbered through the whole process, so nothing need be cleared between blocks. */
+ * between two barriers of a block; they are numbered through the whole process, so nothing is cleared between blocks. */
 typedef uint64_t Stamp;
 enum { CLOCK_BITS = 21, CLOCK_MAX = (1 << CLOCK_BITS) - 1 };
 
@@ -138,7 +127,7 @@ static Stamp stamp_make(uint32_t epoch, uint32_t clock, unsigned thread, bool at
 }
 static uint32_t stamp_epoch(Stamp stamp) { return (uint32_t)(stamp >> 32); }
 static uint32_t stamp_clock(Stamp stamp) { return (uint32_t)(stamp >> 11) & CLOCK_MAX; }
-static unsigned stamp_thread(Stamp stamp) { return (unsigned)(stamp >> 1) & (MAX_THREADS - 1); }
+static unsigned stamp_thread(Stamp stamp) { return (unsigned)(stamp >> 1) & (SIMT_MAX_THREADS - 1); }
 static bool stamp_atomic(Stamp stamp) { return stamp & 1; }
 
 /* What is known of a byte: its last writer and two of the threads that have read it since, of different warps if any are. */
@@ -170,17 +159,17 @@ static struct {
     uint64_t random;
     bool catching, faulted;
     std::string fault;
-    cudaError_t last_error;
-    int sm;
     Fiber scheduler;
     char *stacks;
     std::unordered_map<const void *, size_t> dynamic_limits;
-    std::map<char *, size_t> allocations; /* user pointer and bytes, of device and pinned memory */
 } machine = {};
 
-static Thread threads[MAX_THREADS];
-static Byte shared_bytes_known[SHARED_LIMIT];
-alignas(1024) static unsigned char shared_memory[SHARED_LIMIT];
+static Thread threads[SIMT_MAX_THREADS];
+static Byte shared_bytes_known[SIMT_SHARED_LIMIT];
+alignas(1024) static unsigned char shared_memory[SIMT_SHARED_LIMIT];
+
+bool simt_faulted(void) { return machine.faulted; }
+void simt_dynamic_limit_set(const void *kernel, size_t bytes) { machine.dynamic_limits[kernel] = bytes; }
 
 static uint64_t random_next(void)
 {
@@ -196,7 +185,7 @@ void simt_seed(uint64_t seed) { machine.random = seed * 0xd1342543de82ef95 + 1; 
 
 static unsigned thread_number(const Thread *thread) { return (unsigned)(thread - threads); }
 
-/* --- faults ---------------------------------------------------------------------------------------------------------------- */
+/* --- faults -------------------------------------------------------------------------------------------------------- */
 
 /* The kernel's name: the launch's text up to the first comma outside of <> and (). */
 static std::string kernel_name(const char *text)
@@ -267,12 +256,13 @@ void simt_fault(const char *pattern, ...)
 /* Called by the sanitizers' runtimes before they report. */
 static void sanitizer_reports(void)
 {
-    if (machine.running && machine.current) fprintf(stderr, "simt: %s: the report that follows\n", place(machine.current).c_str());
+    if (machine.running && machine.current)
+        fprintf(stderr, "simt: %s: the report that follows\n", place(machine.current).c_str());
 }
 void __asan_on_error(void) { sanitizer_reports(); }
 void __ubsan_on_report(void) { sanitizer_reports(); }
 
-/* --- waiting ---------------------------------------------------------------------------------------------------------------- */
+/* --- waiting ------------------------------------------------------------------------------------------------------- */
 
 /* Leaves the running thread in `state` and lets the scheduler choose. */
 static void wait_in(ThreadState state)
@@ -292,7 +282,7 @@ void simt_pause(void)
 {
     if (!machine.current || random_next() & 3) return;
     if (machine.pauses++ > PAUSES_WITHOUT_PROGRESS)
-        simt_fault("no thread of the block has got on for long: it waits for what no thread here does (another block, perhaps)");
+        simt_fault("no thread of the block gets on: it waits for what no thread here does (another block, perhaps)");
     thread_ready(machine.current);
     fiber_switch(&machine.current->fiber, &machine.scheduler, false);
 }
@@ -312,7 +302,7 @@ int simt_barrier(int predicate, SimtSite site)
 static void clocks_join(Thread *warp, unsigned mask)
 {
     uint32_t joined[WARP];
-    for (int lane = 0; lane < WARP; lane++) joined[lane] = warp[lane].known[lane]; /* nobody knows more of a lane than itself */
+    for (int lane = 0; lane < WARP; lane++) joined[lane] = warp[lane].known[lane]; /* nobody knows more of it than itself */
     for (unsigned absent = ~mask; absent; absent &= absent - 1) {
         int lane = __builtin_ctz(absent);
         joined[lane] = 0;
@@ -331,7 +321,8 @@ static void clocks_join(Thread *warp, unsigned mask)
 /* The vote of all lanes in `mask`, for all votes whose result is the same for everyone. */
 static uint64_t vote_result(SimtVote vote, const Thread *warp, unsigned mask)
 {
-    uint32_t result = vote == SIMT_AND || vote == SIMT_UMIN ? ~0u : vote == SIMT_MIN ? 0x7fffffff : vote == SIMT_MAX ? 1u << 31 : 0;
+    uint32_t result = vote == SIMT_AND || vote == SIMT_UMIN ? ~0u : vote == SIMT_MIN ? INT32_MAX : 0;
+    if (vote == SIMT_MAX) result = (uint32_t)INT32_MIN;
     for (unsigned rest = mask; rest; rest &= rest - 1) {
         int lane = __builtin_ctz(rest);
         uint32_t value = (uint32_t)warp[lane].payload;
@@ -393,8 +384,8 @@ uint64_t simt_collective(SimtVote vote, const char *name, unsigned mask, uint64_
         simt_fault("%s at %s:%d: the mask 0x%08x lacks the caller, lane %u", name, site.file, site.line, mask, lane);
     mask &= warp_lanes(warp);
     if (vote == SIMT_SHUFFLE && !(mask >> source & 1))
-        simt_fault("%s at %s:%d reads lane %d, which is not in its mask 0x%08x or not in the block", name, site.file, site.line,
-                   source, mask);
+        simt_fault("%s at %s:%d reads lane %d, which is not in its mask 0x%08x or not in the block", name, site.file,
+                   site.line, source, mask);
     self->site = site;
     self->call = name;
     self->vote = vote;
@@ -429,7 +420,7 @@ long long clock64(void)
     return ticks += 16;
 }
 
-/* --- shared memory ------------------------------------------------------------------------------------------------------------ */
+/* --- shared memory ------------------------------------------------------------------------------------------------- */
 
 SimtRange simt_shared_array(const SimtArray *array)
 {
@@ -437,12 +428,12 @@ SimtRange simt_shared_array(const SimtArray *array)
     for (const PlacedArray &placed : machine.arrays)
         if (placed.array == array) return placed.range;
     size_t begin = (machine.shared_used + 15) / 16 * 16, end = begin + array->bytes;
-    size_t limit = machine.shared_bytes > SHARED_DEFAULT ? SHARED_LIMIT : SHARED_DEFAULT;
-    if (machine.dynamic_limits.count(machine.kernel)) limit = SHARED_LIMIT;
-    if (end - machine.shared_bytes > SHARED_DEFAULT || end > limit)
+    size_t limit = machine.shared_bytes > SIMT_SHARED_DEFAULT ? SIMT_SHARED_LIMIT : SIMT_SHARED_DEFAULT;
+    if (machine.dynamic_limits.count(machine.kernel)) limit = SIMT_SHARED_LIMIT;
+    if (end - machine.shared_bytes > SIMT_SHARED_DEFAULT || end > limit)
         simt_fault("the array %s brings shared memory to %zu bytes, %zu of them dynamic; without "
                    "cudaFuncAttributeMaxDynamicSharedMemorySize %d are allowed, of static arrays never more, and %d at all",
-                   array->name, end, machine.shared_bytes, SHARED_DEFAULT, SHARED_LIMIT);
+                   array->name, end, machine.shared_bytes, SIMT_SHARED_DEFAULT, SIMT_SHARED_LIMIT);
     machine.shared_used = end;
     machine.arrays.push_back({array, {array->name, (uint32_t)begin, (uint32_t)end}});
     return machine.arrays.back().range;
@@ -493,13 +484,13 @@ void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, siz
 {
     Thread *self = machine.current;
     if (!self) simt_fault("an access to shared memory");
-    if (at < (ptrdiff_t)range.begin || at + (ptrdiff_t)bytes > (ptrdiff_t)range.end)
-        simt_fault("%s out of bounds: bytes %td to %td of the %u of shared memory %s", access == SIMT_READ ? "read" : "write",
-                   at - (ptrdiff_t)range.begin, at - (ptrdiff_t)range.begin + (ptrdiff_t)bytes - 1, range.end - range.begin,
+    ptrdiff_t first = at - (ptrdiff_t)range.begin;
+    if (first < 0 || at + (ptrdiff_t)bytes > (ptrdiff_t)range.end)
+        simt_fault("%s out of bounds: bytes %td to %td of the %u of shared memory %s",
+                   access == SIMT_READ ? "read" : "write", first, first + (ptrdiff_t)bytes - 1, range.end - range.begin,
                    range.name ? range.name : "(a null pointer)");
     if ((size_t)at % alignment)
-        simt_fault("misaligned access: byte %td of shared memory %s as a type aligned to %zu", at - (ptrdiff_t)range.begin,
-                   range.name, alignment);
+        simt_fault("misaligned access: byte %td of shared memory %s as a type aligned to %zu", first, range.name, alignment);
     bool writes = access != SIMT_READ;
     unsigned number = thread_number(self);
     Stamp now = stamp_make(machine.epoch, self->known[number % WARP], number, access == SIMT_ATOMIC);
@@ -521,7 +512,7 @@ void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, siz
     return shared_memory + at;
 }
 
-/* --- the scheduler ---------------------------------------------------------------------------------------------------------- */
+/* --- the scheduler ------------------------------------------------------------------------------------------------- */
 
 /* Where every fiber begins, and ends by going back to the scheduler for good. */
 static void fiber_main(void)
@@ -539,10 +530,10 @@ static void fiber_main(void)
 static void stacks_make(void)
 {
     size_t slot = FIBER_STACK + GUARD_PAGE;
-    machine.stacks = (char *)mmap(nullptr, slot * MAX_THREADS, PROT_READ | PROT_WRITE,
+    machine.stacks = (char *)mmap(nullptr, slot * SIMT_MAX_THREADS, PROT_READ | PROT_WRITE,
                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (machine.stacks == MAP_FAILED) { perror("simt: stacks of the fibers"); _exit(1); }
-    for (int i = 0; i < MAX_THREADS; i++) {
+    for (int i = 0; i < SIMT_MAX_THREADS; i++) {
         mprotect(machine.stacks + slot * i, GUARD_PAGE, PROT_NONE);
         threads[i].fiber.bottom = machine.stacks + slot * i + GUARD_PAGE;
         threads[i].fiber.size = FIBER_STACK;
@@ -656,8 +647,6 @@ static void stacks_abandon(void)
     for (unsigned i = 0; i < machine.threads; i++) __asan_unpoison_memory_region(threads[i].fiber.bottom, FIBER_STACK);
 }
 
-static void fences_check(void);
-
 static bool grid_run(void)
 {
     uint64_t blocks = (uint64_t)gridDim.x * gridDim.y * gridDim.z;
@@ -675,16 +664,10 @@ static bool grid_run(void)
     return true;
 }
 
-static cudaError_t error_set(cudaError_t error)
-{
-    if (error != cudaSuccess) machine.last_error = error;
-    return error;
-}
-
 static cudaError_t launch_refuse(const char *text, cudaError_t error, const std::string &why)
 {
     fprintf(stderr, "simt: launch of kernel %s refused: %s\n", kernel_name(text).c_str(), why.c_str());
-    return error_set(error);
+    return simt_error_set(error);
 }
 
 cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
@@ -695,10 +678,11 @@ cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 bl
     if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535)
         return launch_refuse(text, cudaErrorInvalidConfiguration, format("a grid of (%u,%u,%u)", grid.x, grid.y, grid.z));
     if (!block.x || !block.y || !block.z || block.x > 1024 || block.y > 1024 || block.z > 64 ||
-        (uint64_t)block.x * block.y * block.z > MAX_THREADS)
-        return launch_refuse(text, cudaErrorInvalidConfiguration, format("a block of (%u,%u,%u)", block.x, block.y, block.z));
+        (uint64_t)block.x * block.y * block.z > SIMT_MAX_THREADS)
+        return launch_refuse(text, cudaErrorInvalidConfiguration,
+                             format("a block of (%u,%u,%u)", block.x, block.y, block.z));
     auto raised = machine.dynamic_limits.find(kernel);
-    size_t limit = raised == machine.dynamic_limits.end() ? (size_t)SHARED_DEFAULT : raised->second;
+    size_t limit = raised == machine.dynamic_limits.end() ? (size_t)SIMT_SHARED_DEFAULT : raised->second;
     if (shared_bytes > limit)
         return launch_refuse(text, cudaErrorInvalidValue, format("%zu bytes of dynamic shared memory, %zu are allowed",
                                                                  shared_bytes, limit));
@@ -712,237 +696,16 @@ cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 bl
     gridDim = grid;
     blockDim = block;
     if (!grid_run()) stacks_abandon();
-    fences_check();
+    ptrdiff_t at;
+    size_t bytes;
+    if (simt_fence_broken(&at, &bytes))
+        fault_record(nullptr, format("global memory was written out of bounds: byte %td of an allocation of %zu", at,
+                                     bytes));
     machine.running = false;
-    return machine.faulted ? error_set(cudaErrorLaunchFailure) : cudaSuccess;
+    return machine.faulted ? simt_error_set(cudaErrorLaunchFailure) : cudaSuccess;
 }
 
-/* --- global memory ------------------------------------------------------------------------------------------------------------ */
-
-/* Without AddressSanitizer: were the bytes around every allocation left alone? */
-static void fences_check(void)
-{
-    if (__asan_poison_memory_region) return;
-    for (const auto &allocation : machine.allocations)
-        for (ptrdiff_t i = -FENCE; i < FENCE; i++) {
-            ptrdiff_t at = i < 0 ? i : (ptrdiff_t)allocation.second + i;
-            if ((unsigned char)allocation.first[at] == FENCE_BYTE) continue;
-            fault_record(nullptr, format("global memory was written out of bounds: byte %td of an allocation of %zu", at,
-                                         allocation.second));
-            allocation.first[at] = (char)FENCE_BYTE;
-            return;
-        }
-}
-
-static cudaError_t memory_allocate(void **memory, size_t bytes, int fill)
-{
-    *memory = nullptr;
-    if (bytes == 0) return cudaSuccess;
-    if (bytes > SIZE_MAX / 2) return error_set(cudaErrorMemoryAllocation);
-    char *base = (char *)aligned_alloc(256, (bytes + 2 * FENCE + 255) / 256 * 256);
-    if (!base) return error_set(cudaErrorMemoryAllocation);
-    char *user = base + FENCE;
-    memset(base, FENCE_BYTE, FENCE);
-    memset(user, fill, bytes);
-    memset(user + bytes, FENCE_BYTE, FENCE);
-    if (__asan_poison_memory_region) {
-        __asan_poison_memory_region(base, FENCE);
-        __asan_poison_memory_region(user + bytes, FENCE);
-    }
-    machine.allocations[user] = bytes;
-    *memory = user;
-    return cudaSuccess;
-}
-
-cudaError_t cudaMalloc(void **memory, size_t bytes) { return memory_allocate(memory, bytes, 0xff); }
-cudaError_t cudaMallocHost(void **memory, size_t bytes) { return memory_allocate(memory, bytes, 0xff); }
-cudaError_t cudaFreeHost(void *memory) { return cudaFree(memory); }
-
-cudaError_t cudaFree(void *memory)
-{
-    if (!memory) return cudaSuccess;
-    auto allocation = machine.allocations.find((char *)memory);
-    if (allocation == machine.allocations.end()) return error_set(cudaErrorInvalidValue);
-    char *base = allocation->first - FENCE;
-    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(base, allocation->second + 2 * FENCE);
-    machine.allocations.erase(allocation);
-    free(base);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind)
-{
-    if (bytes) memmove(to, from, bytes);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                         cudaMemcpyKind)
-{
-    if (width > to_pitch || width > from_pitch) return error_set(cudaErrorInvalidValue);
-    for (size_t row = 0; row < height; row++)
-        memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemset(void *memory, int value, size_t bytes)
-{
-    if (bytes) memset(memory, value, bytes);
-    return cudaSuccess;
-}
-
-cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes)
-{
-    *free_bytes = *total_bytes = (size_t)16 << 30;
-    return cudaSuccess;
-}
-
-/* --- the rest of the host runtime -------------------------------------------------------------------------------------------- */
-
-cudaError_t cudaPeekAtLastError(void) { return machine.faulted ? cudaErrorLaunchFailure : machine.last_error; }
-
-cudaError_t cudaGetLastError(void)
-{
-    cudaError_t error = cudaPeekAtLastError();
-    machine.last_error = cudaSuccess;
-    return error;
-}
-
-static const struct { cudaError_t error; const char *name, *text; } error_texts[] = {
-    {cudaSuccess, "cudaSuccess", "no error"},
-    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
-    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
-    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
-    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
-    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
-    {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
-    {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
-};
-
-const char *cudaGetErrorString(cudaError_t error)
-{
-    for (const auto &entry : error_texts) if (entry.error == error) return entry.text;
-    return "unrecognized error code";
-}
-
-const char *cudaGetErrorName(cudaError_t error)
-{
-    for (const auto &entry : error_texts) if (entry.error == error) return entry.name;
-    return "unrecognized error code";
-}
-
-/* A stream and an event are something to point at. */
-struct CUstream_st { unsigned flags; };
-struct CUevent_st { timespec time; };
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
-{
-    *stream = new CUstream_st{flags};
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t stream)
-{
-    delete stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return machine.faulted ? cudaErrorLaunchFailure : cudaSuccess; }
-cudaError_t cudaDeviceSynchronize(void) { return cudaStreamSynchronize(nullptr); }
-
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
-{
-    *event = new CUevent_st{};
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t)
-{
-    clock_gettime(CLOCK_MONOTONIC, &event->time);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end)
-{
-    *milliseconds = (float)((double)(end->time.tv_sec - start->time.tv_sec) * 1e3 +
-                            (double)(end->time.tv_nsec - start->time.tv_nsec) * 1e-6);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventDestroy(cudaEvent_t event)
-{
-    delete event;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDeviceCount(int *count)
-{
-    *count = 1;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDevice(int *device)
-{
-    *device = 0;
-    return cudaSuccess;
-}
-
-cudaError_t cudaSetDevice(int device) { return error_set(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
-
-static int device_sm(void) { return machine.sm ? machine.sm : 80; }
-void simt_set_sm(int sm) { machine.sm = sm; }
-
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device)
-{
-    if (device != 0) return error_set(cudaErrorInvalidDevice);
-    *properties = cudaDeviceProp{};
-    snprintf(properties->name, sizeof properties->name, "SIMT emulation");
-    properties->totalGlobalMem = (size_t)16 << 30;
-    properties->sharedMemPerBlock = SHARED_DEFAULT;
-    properties->sharedMemPerBlockOptin = SHARED_LIMIT;
-    properties->sharedMemPerMultiprocessor = SHARED_LIMIT + 1024;
-    properties->major = device_sm() / 10;
-    properties->minor = device_sm() % 10;
-    properties->multiProcessorCount = 4;
-    properties->warpSize = WARP;
-    properties->maxThreadsPerBlock = MAX_THREADS;
-    properties->maxThreadsPerMultiProcessor = 2 * MAX_THREADS;
-    properties->regsPerBlock = 65536;
-    properties->l2CacheSize = 1 << 20;
-    return cudaSuccess;
-}
-
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device)
-{
-    cudaDeviceProp all;
-    cudaError_t error = cudaGetDeviceProperties(&all, device);
-    if (error != cudaSuccess) return error;
-    switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock: *value = all.maxThreadsPerBlock; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)all.sharedMemPerBlock; break;
-    case cudaDevAttrWarpSize: *value = all.warpSize; break;
-    case cudaDevAttrMultiProcessorCount: *value = all.multiProcessorCount; break;
-    case cudaDevAttrL2CacheSize: *value = all.l2CacheSize; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = all.maxThreadsPerMultiProcessor; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = all.major; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = all.minor; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)all.sharedMemPerMultiprocessor; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)all.sharedMemPerBlockOptin; break;
-    default: return error_set(cudaErrorInvalidValue);
-    }
-    return cudaSuccess;
-}
-
-cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value)
-{
-    if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
-    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > SHARED_LIMIT)
-        return error_set(cudaErrorInvalidValue);
-    machine.dynamic_limits[kernel] = (size_t)value;
-    return cudaSuccess;
-}
-
-/* --- for tests ---------------------------------------------------------------------------------------------------------------- */
+/* --- for tests ----------------------------------------------------------------------------------------------------- */
 
 std::string simt_fault_of(const std::function<void()> &body)
 {
@@ -951,7 +714,7 @@ std::string simt_fault_of(const std::function<void()> &body)
     machine.fault.clear();
     body();
     machine.catching = machine.faulted = false;
-    machine.last_error = cudaSuccess;
+    cudaGetLastError();
     return std::move(machine.fault);
 }
 

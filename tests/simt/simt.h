@@ -4,7 +4,8 @@
  *
  *     g++ -x c++ -std=c++17 -DSIMT_EMULATION -Itests/simt -I. -fno-strict-aliasing -fsanitize=address,undefined kernels.cu
  *
- * and is linked with simt.cpp. This header then stands in for cuda_runtime.h, cuda_bf16.h and cuda_fp16.h.
+ * and is linked with simt.cpp and simt_runtime.cpp (`make test-simt` does both). This header then stands in for
+ * cuda_runtime.h, cuda_bf16.h and cuda_fp16.h.
  *
  * How it works. A launch runs its blocks one after another, in a random order, on the calling thread. A block's threads are
  * fibers: each has a stack of its own and runs until it waits, at a barrier or in a collective of its warp; then the next is
@@ -23,27 +24,27 @@
  * around each cudaMalloc'ed range are compared after every launch where it is not compiled in.
  *
  * What it finds, each named with kernel, block and thread:
- *   - a barrier that not all threads reach: some have returned, wait at another barrier or in a warp collective. (A GPU since
- *     Volta lets returned threads off; here that is an error, since it is seldom meant.) Two barriers are the same where they
- *     stand at one line of the source;
+ *   - a barrier that not all threads reach: some have returned, wait at another barrier or in a warp collective. (A GPU
+ *     since Volta lets returned threads off; here that is an error, since it is seldom meant.) Two barriers are the same
+ *     where they stand at one line of the source;
  *   - a warp collective whose mask lacks the caller, or names a lane that has returned or waits elsewhere, or with another
- *     mask; a shuffle from a lane outside the mask or beyond the block. Lanes that a short last warp never had are let off;
- *   - shared memory: reads of bytes that nobody wrote in this block, indices out of an array, dynamic ranges beyond what the
- *     launch asked for, misaligned vectors, more than 48 KB without leave, more than 227 KB;
- *   - races in shared memory: two threads, one byte, at least one of them writing, not both atomically, with neither a barrier
- *     nor a collective of their warp between. CUDA itself promises an order of memory only for __syncwarp; that a shuffle or
- *     vote orders memory too is a leniency of this emulation;
- *   - global accesses outside an allocation and misaligned ones (through the sanitizers, whose report is preceded by a line
- *     with kernel, block and thread); fresh memory is NaN, so results computed from it are NaN;
+ *     mask; a shuffle from a lane outside the mask or the block. Lanes that a short last warp never had are let off;
+ *   - shared memory: reads of bytes that nobody wrote in this block, indices out of an array, dynamic ranges beyond what
+ *     the launch asked for, misaligned vectors, more than 48 KB without leave, more than 227 KB;
+ *   - races in shared memory: two threads, one byte, at least one of them writing, not both atomically, with neither a
+ *     barrier nor a collective of their warp between. CUDA itself promises an order of memory only for __syncwarp; that a
+ *     shuffle or vote orders memory too is a leniency of this emulation;
+ *   - global accesses outside an allocation and misaligned ones (through the sanitizers, whose report is preceded by a
+ *     line with kernel, block and thread); fresh memory is NaN, so results computed from it are NaN;
  *   - launches a GPU would refuse: returned as the error that CUDA returns, with a line on stderr. kernel_launch is
  *     [[nodiscard]], so dropping that error is a warning of the compiler.
  *
- * What it cannot find: anything of time or of the memory model (a missing __threadfence, a load the hardware moves); races in
- * global memory, between threads or blocks, except where the order of execution changes the result; blocks that wait for one
- * another (they run in sequence: such a kernel hangs); the state of memory that cudaMalloc returned once it is written (a read
- * of never-written global memory is only seen as its NaN); races that more than two readers of one byte hide from each other
- * in one run (other seeds show them); accesses through kinds of pointers that Shared<T> does not hand out; warp-level
- * instructions written as PTX. Registers, occupancy and launch bounds are not modelled.
+ * What it cannot find: anything of time or of the memory model (a missing __threadfence, a load the hardware moves); races
+ * in global memory, between threads or blocks, except where the order of execution changes the result; blocks that wait for
+ * one another (they run in sequence, so such a kernel hangs; where it waits with atomics or __nanosleep that is reported);
+ * reads of global memory that nobody wrote, except by their NaN; races that more than two readers of one byte hide from
+ * each other in one run (other seeds show them); warp-level instructions written as PTX. Registers, occupancy and launch
+ * bounds are not modelled.
  *
  * Faults end the process with status 1, unless a test asks for them by simt_fault_of() or simt_child(), at the end of this
  * file. Not thread-safe: launch from one thread.
@@ -65,7 +66,7 @@
 #include "simt_runtime.h"
 #include "simt_types.h"
 
-/* --- the language ------------------------------------------------------------------------------------------------------- */
+/* --- the language -------------------------------------------------------------------------------------------------- */
 
 #define __global__
 #define __device__
@@ -84,7 +85,7 @@ extern uint3 threadIdx, blockIdx; /* of the thread that runs now */
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
-/* Where in the source a call stands, and the last parameters of every function that waits: by default, its caller's place. */
+/* Where in the source a call stands, and the last parameters of every function that waits: its caller's place. */
 struct SimtSite {
     const char *file;
     int line;
@@ -95,7 +96,7 @@ struct SimtSite {
 [[noreturn]] __attribute__((format(printf, 1, 2))) void simt_fault(const char *format, ...);
 [[noreturn]] static inline void __trap() { simt_fault("the kernel called __trap()"); }
 
-/* --- barriers and warp collectives -------------------------------------------------------------------------------------- */
+/* --- barriers and warp collectives --------------------------------------------------------------------------------- */
 
 enum SimtVote { SIMT_SYNC, SIMT_SHUFFLE, SIMT_BALLOT, SIMT_MATCH, SIMT_ADD, SIMT_MIN, SIMT_MAX, SIMT_UMIN, SIMT_UMAX,
                 SIMT_AND, SIMT_OR, SIMT_XOR };
@@ -166,8 +167,7 @@ static inline int simt_lane_up(unsigned by, int width)
 
 #define SIMT_SHUFFLE_FUNCTION(function, Argument, source)                                                       \
     template <typename T>                                                                                       \
-    static inline T function(unsigned mask, T value, Argument argument, int width = 32,                         \
-                             SIMT_CALLER)                                                                           \
+    static inline T function(unsigned mask, T value, Argument argument, int width = 32, SIMT_CALLER)            \
     {                                                                                                           \
         return simt_shuffle(#function, mask, value, source(argument, width), {file, line});                     \
     }
@@ -198,7 +198,7 @@ static inline unsigned __match_any_sync(unsigned mask, T value, SIMT_CALLER)
 }
 
 #define SIMT_REDUCE_FUNCTION(function, T, vote)                                                                 \
-    static inline T function(unsigned mask, T value, SIMT_CALLER)                                                       \
+    static inline T function(unsigned mask, T value, SIMT_CALLER)                                       \
     {                                                                                                           \
         return (T)simt_collective(vote, #function, mask, (uint32_t)value, 0, {file, line});                     \
     }
@@ -218,7 +218,7 @@ static inline void __threadfence_system(void) {}
 static inline void __nanosleep(unsigned) { simt_pause(); }
 long long clock64(void);
 
-/* --- shared memory ------------------------------------------------------------------------------------------------------ */
+/* --- shared memory ------------------------------------------------------------------------------------------------- */
 
 /* A range of the block's shared memory, in bytes from its start. */
 struct SimtRange {
@@ -341,7 +341,7 @@ static inline Vector shared_load(Shared<T> at) { return Shared<const Vector>(at.
 template <typename Vector, typename T>
 static inline void shared_store(Shared<T> at, Vector value) { Shared<Vector>(at.range, at.at).write(value); }
 
-/* --- atomics ------------------------------------------------------------------------------------------------------------- */
+/* --- atomics ------------------------------------------------------------------------------------------------------- */
 
 /* Only one thread runs at a time, so a plain update is atomic; before it, others may get their turn. */
 template <typename T> static inline T *simt_atomic_place(T *at) { simt_pause(); return at; }
@@ -412,7 +412,7 @@ static inline T atomicCAS(Shared<T> at, typename SimtSame<T>::type expected, typ
     return simt_compare_and_swap(simt_atomic_place(at), expected, value);
 }
 
-/* --- global memory with a hint for the caches: plain accesses here ---------------------------------------------------------- */
+/* --- global memory with a hint for the caches: plain accesses here ------------------------------------------------- */
 
 #define SIMT_LOAD_HINT(function) template <typename T> static inline T function(const T *at) { return *at; }
 SIMT_LOAD_HINT(__ldg) SIMT_LOAD_HINT(__ldca) SIMT_LOAD_HINT(__ldcg) SIMT_LOAD_HINT(__ldcs) SIMT_LOAD_HINT(__ldlu)
@@ -421,7 +421,7 @@ SIMT_LOAD_HINT(__ldcv)
     template <typename T> static inline void function(T *at, typename SimtSame<T>::type value) { *at = value; }
 SIMT_STORE_HINT(__stwb) SIMT_STORE_HINT(__stcg) SIMT_STORE_HINT(__stcs) SIMT_STORE_HINT(__stwt)
 
-/* --- launches --------------------------------------------------------------------------------------------------------------- */
+/* --- launches ------------------------------------------------------------------------------------------------------ */
 
 /* Runs `body` once for every thread. `text` begins with the kernel's name as the source has it. */
 cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
@@ -444,7 +444,7 @@ template <typename... Parameters, typename... Arguments>
                        [&] { kernel(static_cast<Parameters>(arguments)...); });
 }
 
-/* --- for tests -------------------------------------------------------------------------------------------------------------- */
+/* --- for tests ----------------------------------------------------------------------------------------------------- */
 
 /* The order of blocks and threads from the next launch on. The same seed gives the same order. */
 void simt_seed(uint64_t seed);

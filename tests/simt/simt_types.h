@@ -18,7 +18,7 @@ static inline To simt_bits(From from)
     return to;
 }
 
-/* --- short vectors: aligned as the hardware needs them, so that UBSan finds a misaligned access ----------------------- */
+/* --- short vectors: aligned as the hardware needs them, so that UBSan finds a misaligned access -------------------- */
 
 #define SIMT_VECTORS(T, prefix, align2, align4)                                                              \
     struct prefix##1 { T x; };                                                                               \
@@ -47,7 +47,7 @@ struct dim3 {
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-/* --- rounding ---------------------------------------------------------------------------------------------------------- */
+/* --- rounding ------------------------------------------------------------------------------------------------------ */
 
 /* The upper half of a float, rounded to nearest even; a NaN becomes 0x7fff, as cvt.rn.bf16.f32 gives it. */
 static inline uint16_t simt_float_to_bf16(float value)
@@ -96,10 +96,10 @@ static inline float simt_half_to_float(uint16_t half)
     return sign ? -subnormal : subnormal;
 }
 
-/* --- bf16 and half ------------------------------------------------------------------------------------------------------ */
+/* --- bf16 and half ------------------------------------------------------------------------------------------------- */
 
 /* Arithmetic is done in float and rounded once: a float has more than twice the bits of either type, so for + - * / the
- * result is the correctly rounded one. As in the real headers both types convert to float and from any number by themselves. */
+ * result is the correctly rounded one. As in the real headers both convert to float and from any number by themselves. */
 #define SIMT_SMALL_FLOAT(Type, Raw, Pair, RawPair, encode, decode)                                           \
     struct Raw { unsigned short x; };                                                                        \
     struct alignas(2) Type {                                                                                 \
@@ -165,7 +165,8 @@ static inline float simt_half_to_float(uint16_t half)
     static inline float __low2float(Pair a) { return a.x; }                                                  \
     static inline float __high2float(Pair a) { return a.y; }
 
-SIMT_SMALL_FLOAT(__nv_bfloat16, __nv_bfloat16_raw, __nv_bfloat162, __nv_bfloat162_raw, simt_float_to_bf16, simt_bf16_to_float)
+SIMT_SMALL_FLOAT(__nv_bfloat16, __nv_bfloat16_raw, __nv_bfloat162, __nv_bfloat162_raw, simt_float_to_bf16,
+                 simt_bf16_to_float)
 SIMT_SMALL_FLOAT(__half, __half_raw, __half2, __half2_raw, simt_float_to_half, simt_half_to_float)
 
 typedef __nv_bfloat16 nv_bfloat16;

@@ -1,0 +1,31 @@
+/* simt_machine.h - what the two halves of the emulation, simt.cpp (execution) and simt_runtime.cpp (host calls), share. */
+#ifndef SIMT_MACHINE_H
+#define SIMT_MACHINE_H
+
+#include "simt.h"
+
+enum {
+    SIMT_MAX_THREADS = 1024,
+    SIMT_SHARED_DEFAULT = 48 * 1024, /* what a block gets without asking */
+    SIMT_SHARED_LIMIT = 227 * 1024,  /* what it gets at all: sm_90; sm_80 has 163 KB, which kernels check themselves */
+};
+
+/* The sanitizers' runtime, where the program has it: simt.cpp and simt_runtime.cpp are compiled without. */
+#define WEAK __attribute__((weak))
+extern "C" {
+WEAK void __sanitizer_start_switch_fiber(void **fake_stack, const void *bottom, size_t size);
+WEAK void __sanitizer_finish_switch_fiber(void *fake_stack, const void **bottom_old, size_t *size_old);
+WEAK void __asan_poison_memory_region(const volatile void *memory, size_t size);
+WEAK void __asan_unpoison_memory_region(const volatile void *memory, size_t size);
+}
+
+/* Whether a fault has ended a launch since simt_fault_of() began: the context is lost, every call fails. */
+bool simt_faulted(void);
+void simt_dynamic_limit_set(const void *kernel, size_t bytes);
+/* Makes `error` the last one, unless it is none; returns it. */
+cudaError_t simt_error_set(cudaError_t error);
+/* Where there is no AddressSanitizer: has a byte beside an allocation changed? Which, and of how large an allocation; mends
+ * it, so that it is reported once. */
+bool simt_fence_broken(ptrdiff_t *at, size_t *bytes);
+
+#endif
