@@ -47,6 +47,9 @@ typedef struct Trainer {
     int64_t eval_windows, eval_total;   /* windows of an evaluation; windows there are */
     double entropy_rate;                /* of the corpus, nats a token; NaN where it is not known */
 
+    int prefetched, prefetch_failed;    /* the next update's batches are on the device; or could not be had */
+    int64_t prefetch_position;          /* of the loader behind them */
+
     Run run;
     char start_path[PATH_BYTES];        /* checkpoint that the run starts from; "" for random weights */
     char saved_path[PATH_BYTES];        /* newest complete checkpoint of this run; "" where there is none */
@@ -134,6 +137,8 @@ static int setup_model(Trainer *t)
     t->gpt_options.sequence = o->seq;
     t->gpt_options.training = 1;
     t->gpt_options.recompute = (GptRecompute)o->recompute;
+    t->gpt_options.micro_steps = o->batch_tokens / (o->batch * o->seq);
+    t->gpt_options.no_recording = (int)o->no_graph;
     t->gpt_options.deterministic = (int)o->deterministic;
     return 0;
 }
@@ -144,6 +149,9 @@ static int setup_device(Trainer *t)
     const Options *o = &t->options;
     Dtype dtype = o->dtype ? DTYPE_BF16 : DTYPE_FP32;
     const Backend *gpu = backend_find(ATTENTION_CUDA, dtype);
+    BackendOptions choice;
+    choice.deterministic = (int)o->deterministic;
+    choice.tf32 = (int)o->tf32;
     int index = 0, automatic = !strcmp(o->device, "auto"), used = 0;
     int cuda = !strcmp(o->device, "cuda") || (sscanf(o->device, "cuda:%d%n", &index, &used) == 1 && !o->device[used]);
     if (!automatic && !cuda && strcmp(o->device, "cpu")) {
@@ -156,7 +164,7 @@ static int setup_device(Trainer *t)
     }
     if (gpu && (cuda || automatic)) {
         t->backend = gpu;
-        t->stream = gpu->open(index, t->gpt_options.deterministic, t->error.text, sizeof t->error.text);
+        t->stream = gpu->open(index, &choice, t->error.text, sizeof t->error.text);
         if (!t->stream && cuda) return EXIT_MACHINE;
     }
     if (!t->stream) {
@@ -165,7 +173,7 @@ static int setup_device(Trainer *t)
             error_set(&t->error, "--dtype bf16 needs a GPU: on the CPU the trainer computes in fp32");
             return EXIT_OPTION;
         }
-        t->stream = t->backend->open(0, t->gpt_options.deterministic, t->error.text, sizeof t->error.text);
+        t->stream = t->backend->open(0, &choice, t->error.text, sizeof t->error.text);
         if (!t->stream) return EXIT_MACHINE;
     }
     return 0;
@@ -453,18 +461,27 @@ static int diverged(Trainer *t, double loss, double norm)
                      parameter ? parameter->name : gradient ? gradient->name : "", kept);
 }
 
-/* One update: micro-steps, clipping, AdamW. */
+/* Takes the next update's batches from the loader to the device. A fault of the data is kept for the update that needs them. */
+static void prefetch(Trainer *t)
+{
+    const int32_t *inputs, *targets;
+    for (int64_t m = 0; m < t->gpt_options.micro_steps && !t->prefetch_failed; m++) {
+        t->prefetch_failed = loader_next(t->loader, &inputs, &targets, &t->error);
+        if (!t->prefetch_failed) gpt_upload(t->gpt, m, inputs, targets);
+    }
+    t->prefetched = 1;
+    t->prefetch_position = loader_position(t->loader);
+}
+
+/* One update: micro-steps, clipping, AdamW; while the device is at it, the batches of the next. */
 static int update(Trainer *t, double *loss, double *norm, double *lr)
 {
     const Options *o = &t->options;
-    int64_t number = t->state.step + 1, micro_steps = o->batch_tokens / (o->batch * o->seq);
-    const int32_t *inputs, *targets;
-    double sum = 0;
-    gpt_zero_gradients(t->gpt);
-    for (int64_t m = 0; m < micro_steps; m++) {
-        if (loader_next(t->loader, &inputs, &targets, &t->error)) return -1;
-        sum += gpt_backward(t->gpt, inputs, targets, o->batch, o->seq, (float)(1.0 / (double)o->batch_tokens));
-    }
+    int64_t number = t->state.step + 1, position;
+    float norm_found;
+    if (!t->prefetched) prefetch(t);
+    if (t->prefetch_failed) return -1;
+    position = t->prefetch_position;
     *lr = options_learning_rate(o, number);
     AdamwStep step;
     step.lr = (float)*lr;
@@ -475,11 +492,15 @@ static int update(Trainer *t, double *loss, double *norm, double *lr)
     step.bias_correction1 = (float)(1 - pow(o->beta1, (double)number));
     step.bias_correction2 = (float)(1 - pow(o->beta2, (double)number));
     step.clip = (float)o->clip;
-    *norm = (double)gpt_update(t->gpt, &step);
-    *loss = sum / (double)o->batch_tokens;
+    gpt_step_launch(t->gpt, t->gpt_options.micro_steps, (float)(1.0 / (double)o->batch_tokens), &step);
+    t->prefetched = 0;
+    if (number < t->last) prefetch(t);
+    gpt_step_finish(t->gpt, loss, &norm_found);
+    *loss /= (double)o->batch_tokens;
+    *norm = (double)norm_found;
     if (!isfinite(*loss) || !isfinite(*norm)) return diverged(t, *loss, *norm);
     t->state.step = number;
-    t->state.data_position = loader_position(t->loader);
+    t->state.data_position = position;
     return 0;
 }
 

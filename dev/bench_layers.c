@@ -45,6 +45,7 @@ typedef struct Bench {
     float *vector, *dvector; /* (2, 4C or Vp) */
     float *scratch;
     int32_t *tokens;      /* (N) */
+    int32_t *tokens_plan; /* of the embedding's backward */
     int wrong;
 } Bench;
 
@@ -218,7 +219,7 @@ static void run_embedding_forward(const Call *c)
 
 static void run_embedding_backward(const Call *c)
 {
-    cpu->embedding_backward(c->bench->dweight, c->bench->z, c->bench->scratch, c->bench->y, c->bench->tokens,
+    cpu->embedding_backward(c->bench->dweight, c->bench->z, c->bench->y, c->bench->tokens_plan,
                             c->bench->model->B, c->bench->model->T, c->C, c->stream);
 }
 
@@ -356,8 +357,10 @@ static int bench_model(const Model *m, Stream *stream, FILE *csv)
     size_t scratch = cpu->layernorm_scratch(N, C) + cpu->norm_scratch(parameter_count(m));
     b.scratch = bench_alloc(&b, (int64_t)(scratch / sizeof(float)) + 1, &seed);
     b.tokens = malloc((size_t)N * sizeof *b.tokens);
-    if (!b.tokens) exit(1);
+    b.tokens_plan = malloc((size_t)embedding_plan_size(N) * sizeof *b.tokens_plan);
+    if (!b.tokens || !b.tokens_plan) exit(1);
     for (int64_t n = 0; n < N; n++) b.tokens[n] = (int32_t)(random_u64(&seed) % (uint64_t)m->V);
+    embedding_plan(b.tokens_plan, b.tokens, N);
 
     printf("\n%s: %lld layers, C %lld, V %lld, batch %lld, T %lld\n", m->name, (long long)m->L, (long long)C,
            (long long)m->V, (long long)m->B, (long long)m->T);
@@ -373,6 +376,7 @@ static int bench_model(const Model *m, Stream *stream, FILE *csv)
     float *all[] = {b.x, b.y, b.z, b.stats, b.logits, b.weight, b.dweight, b.vector, b.dvector, b.scratch};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) cpu->free(all[i], stream);
     free(b.tokens);
+    free(b.tokens_plan);
     return b.wrong;
 }
 
@@ -413,7 +417,7 @@ int main(int argc, char **argv)
     char machine[256], error[256] = "";
     int wrong = 0;
     cpu_settle_threads(argv);
-    Stream *stream = cpu->open(0, 1, error, sizeof error);
+    Stream *stream = cpu->open(0, &(BackendOptions){.deterministic = 1}, error, sizeof error);
     if (!stream) {
         fprintf(stderr, "%s\n", error);
         return 1;

@@ -35,6 +35,20 @@ typedef struct AdamwStep {
     float clip;                               /* largest allowed global norm of the gradient; 0 means no limit */
 } AdamwStep;
 
+/* Work on a stream that was recorded once and can be queued again as a whole. Opaque. */
+typedef struct Recording Recording;
+
+typedef struct BackendOptions {
+    int deterministic; /* the same bits on every run */
+    int tf32;          /* fp32 products may round their factors to TF32 where the hardware has it */
+} BackendOptions;
+
+/* The order in which embedding_backward adds up the rows of equal tokens, made on the host of N tokens in host memory:
+ * order (N): positions sorted by token, stably; begin (N+1): where in order each run of equal tokens starts, and the end of the last;
+ * token (N): of each run; runs (1). In this order in one buffer of embedding_plan_size(N) int32. Runs in O(N). */
+void embedding_plan(int32_t *plan, const int32_t *tokens, int64_t N);
+int64_t embedding_plan_size(int64_t N);
+
 typedef struct Backend {
     const char *name; /* "cpu_fp32" */
     AttentionDevice device;
@@ -44,11 +58,12 @@ typedef struct Backend {
     /* --- the machine ---------------------------------------------------------------------------------------------- */
 
     /* Opens device number `index` (ignored on the CPU). Returns NULL with one sentence in `error` where that cannot be. */
-    Stream *(*open)(int index, int deterministic, char *error, size_t error_size);
+    Stream *(*open)(int index, const BackendOptions *options, char *error, size_t error_size);
     void (*close)(Stream *stream);
     /* What it runs on, for people: "AMD EPYC, 2 threads, OpenBLAS". Writes at most `size` bytes. */
     void (*describe)(char *text, size_t size, Stream *stream);
     int (*sm)(Stream *stream);                       /* compute capability, 90 for 9.0; 0 on the CPU */
+    double (*peak_tflops)(Stream *stream);           /* of matrix products in this dtype, by the datasheet; 0: not known */
     void *(*attention_stream)(Stream *stream);       /* what AttentionKernel calls take as `stream` */
     int64_t (*memory_available)(Stream *stream);     /* bytes that alloc() can be expected to give now */
     /* Aligned to 256 bytes, contents undefined. NULL where there is not enough. */
@@ -57,7 +72,25 @@ typedef struct Backend {
     void (*zero)(void *memory, size_t bytes, Stream *stream);
     void (*copy_in)(void *memory, const void *host, size_t bytes, Stream *stream);  /* host may be reused on return */
     void (*copy_out)(void *host, const void *memory, size_t bytes, Stream *stream); /* complete on return */
-    void (*synchronize)(Stream *stream);             /* waits for all queued work */
+    void (*copy)(void *to, const void *from, size_t bytes, Stream *stream); /* both in backend memory */
+    void (*synchronize)(Stream *stream);             /* waits for all queued work but uploads */
+
+    /* Host memory that upload and download may use. NULL where there is not enough. */
+    void *(*alloc_host)(size_t bytes, Stream *stream);
+    void (*free_host)(void *host, Stream *stream);
+    /* Copies to backend memory beside the queued work; host and memory must not be touched until work queued after the next
+     * upload_join() has begun. upload_join() makes later work wait for all uploads so far. */
+    void (*upload)(void *memory, const void *host, size_t bytes, Stream *stream);
+    void (*upload_join)(Stream *stream);
+    /* Queues a copy to host memory from alloc_host; there after synchronize(). */
+    void (*download)(void *host, const void *memory, size_t bytes, Stream *stream);
+
+    /* Between record_begin and record_end operations are recorded, not done; none may allocate, copy_in, copy_out or wait. replay()
+     * queues them all. All four are NULL where there is nothing to gain, as on the CPU. */
+    void (*record_begin)(Stream *stream);
+    Recording *(*record_end)(Stream *stream);
+    void (*replay)(Recording *recording, Stream *stream);
+    void (*recording_free)(Recording *recording);
 
     /* --- conversions ---------------------------------------------------------------------------------------------- */
 
@@ -70,11 +103,10 @@ typedef struct Backend {
     /* out (B,T,C) real = ...; tokens (B,T), each in [0, V); wte (Vp,C) real; wpe (at least T rows, C) real. */
     void (*embedding_forward)(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
                               int64_t C, Stream *stream);
-    /* dwte (Vp,C) fp32 +=, dwpe (T,C) fp32 +=; dout (B,T,C) real. `scratch` holds embedding_scratch(B, T, C) bytes.
-     * The sum over tokens of one row is taken in a fixed order, so the result is the same on every run. */
-    void (*embedding_backward)(float *dwte, float *dwpe, void *scratch, const void *dout, const int32_t *tokens, int64_t B,
-                               int64_t T, int64_t C, Stream *stream);
-    size_t (*embedding_scratch)(int64_t B, int64_t T, int64_t C);
+    /* dwte (Vp,C) fp32 +=, dwpe (T,C) fp32 +=; dout (B,T,C) real; plan: what embedding_plan made of the B*T tokens. Rows of one
+     * token are added in the plan's order, so the result is the same on every run. */
+    void (*embedding_backward)(float *dwte, float *dwpe, const void *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
+                               Stream *stream);
 
     /* --- layer normalisation (Ba et al. 2016), eps 1e-5, biased variance -------------------------------------------- */
 
@@ -122,6 +154,9 @@ typedef struct Backend {
     void (*loss_forward_backward)(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V,
                                   int64_t Vp, Stream *stream);
 
+    /* *total += sum of losses (N), in double and in one order. */
+    void (*losses_sum)(double *total, const float *losses, int64_t N, Stream *stream);
+
     /* --- optimizer ---------------------------------------------------------------------------------------------------- */
 
     /* norm (1) fp32 = sqrt(sum grads^2), summed in a fixed order in double or better than fp32; a non-finite gradient gives a
@@ -141,6 +176,9 @@ typedef struct Backend {
 const Backend *backend_find(AttentionDevice device, Dtype dtype);
 
 extern const Backend backend_cpu_fp32;
+#ifdef HAVE_CUDA
+extern const Backend backend_cuda_fp32, backend_cuda_bf16;
+#endif
 
 #ifdef __cplusplus
 }

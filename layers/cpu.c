@@ -159,12 +159,16 @@ static void to_fp32_cpu(float *out, const void *in, int64_t n, Stream *stream)
 
 void cpu_settle_threads(char **argv)
 {
-#if defined(_OPENMP) && !defined(__clang__)
+#ifdef _OPENMP
+    static const char *const settings[] = {"OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT",
+                                           "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_BLOCKTIME"};
     char program[4096];
     ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
-    if (length <= 0 || getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
+        if (getenv(settings[i])) return;
+    if (length <= 0 || cpu_threads() == 1 || cpu_threads() < omp_get_num_procs()) return;
     program[length] = 0;
-    if (!setenv("GOMP_SPINCOUNT", "100", 1)) execv(program, argv);
+    if (!setenv("OMP_PROC_BIND", "true", 1)) execv(program, argv);
 #else
     (void)argv;
 #endif
@@ -179,14 +183,14 @@ static void close_cpu(Stream *stream)
     free(stream);
 }
 
-static Stream *open_cpu(int index, int deterministic, char *error, size_t error_size)
+static Stream *open_cpu(int index, const BackendOptions *options, char *error, size_t error_size)
 {
     Stream *stream = calloc(1, sizeof *stream);
     void *buffers = NULL;
     int threads = cpu_threads();
     size_t bytes = (size_t)threads * product_buffer() * sizeof(float);
     (void)index;
-    (void)deterministic; /* it is, always */
+    (void)options; /* deterministic it is, always; TF32 it has not */
     if (!stream || posix_memalign(&buffers, 4096, bytes)) {
         free(stream);
         snprintf(error, error_size, "the CPU backend needs %zu bytes for %d threads, and there is not that much memory",
@@ -232,6 +236,12 @@ static int sm_cpu(Stream *stream)
     return 0;
 }
 
+static double peak_tflops_cpu(Stream *stream)
+{
+    (void)stream;
+    return 0;
+}
+
 static void *attention_stream_cpu(Stream *stream)
 {
     (void)stream;
@@ -239,6 +249,7 @@ static void *attention_stream_cpu(Stream *stream)
 }
 
 static void synchronize_cpu(Stream *stream) { (void)stream; }
+static void upload_join_cpu(Stream *stream) { (void)stream; }
 
 const Backend backend_cpu_fp32 = {
     .name = "cpu_fp32",
@@ -249,6 +260,7 @@ const Backend backend_cpu_fp32 = {
     .close = close_cpu,
     .describe = describe_cpu,
     .sm = sm_cpu,
+    .peak_tflops = peak_tflops_cpu,
     .attention_stream = attention_stream_cpu,
     .memory_available = memory_available_cpu,
     .alloc = alloc_cpu,
@@ -256,12 +268,17 @@ const Backend backend_cpu_fp32 = {
     .zero = zero_cpu,
     .copy_in = copy_in_cpu,
     .copy_out = copy_in_cpu,
+    .copy = copy_in_cpu,
     .synchronize = synchronize_cpu,
+    .alloc_host = alloc_cpu,
+    .free_host = free_cpu,
+    .upload = copy_in_cpu,
+    .upload_join = upload_join_cpu,
+    .download = copy_in_cpu,
     .from_fp32 = from_fp32_cpu,
     .to_fp32 = to_fp32_cpu,
     .embedding_forward = embedding_forward_cpu,
     .embedding_backward = embedding_backward_cpu,
-    .embedding_scratch = embedding_scratch_cpu,
     .layernorm_forward = layernorm_forward_cpu,
     .residual_layernorm_forward = residual_layernorm_forward_cpu,
     .layernorm_backward = layernorm_backward_cpu,
@@ -273,6 +290,7 @@ const Backend backend_cpu_fp32 = {
     .linear_scratch = linear_scratch_cpu,
     .gelu_forward = gelu_forward_cpu,
     .loss_forward_backward = loss_forward_backward_cpu,
+    .losses_sum = losses_sum_cpu,
     .global_norm = global_norm_cpu,
     .norm_scratch = norm_scratch_cpu,
     .adamw_update = adamw_update_cpu,
@@ -280,7 +298,13 @@ const Backend backend_cpu_fp32 = {
 
 const Backend *backend_find(AttentionDevice device, Dtype dtype)
 {
-    static const Backend *const backends[] = {&backend_cpu_fp32};
+    static const Backend *const backends[] = {
+        &backend_cpu_fp32,
+#ifdef HAVE_CUDA
+        &backend_cuda_fp32,
+        &backend_cuda_bf16,
+#endif
+    };
     for (size_t i = 0; i < sizeof backends / sizeof *backends; i++)
         if (backends[i]->device == device && backends[i]->dtype == dtype) return backends[i];
     return NULL;

@@ -17,11 +17,13 @@
 extern "C" {
 #endif
 
-/* To be called first in main. GNU's OpenMP lets idle threads spin for milliseconds, which is quick on an idle machine; but
- * where another process wants a core, the thread that spins keeps the one that works from running, and each parallel region
- * takes a time slice of 4 to 12 ms (measured: 0.6 ms for a product of 768 x 128 x 384 became 12 ms). The library reads
- * how long to spin before main runs; so, where the environment does not say, this sets GOMP_SPINCOUNT to some 10
- * microseconds and starts the program anew. Returns where there is nothing to do, or where that fails. */
+/* To be called first in main. OpenMP's threads spin while they wait, which the scheduler takes for work: where another
+ * process wants a core, it may leave two of them on one, where the waiting keeps the working from running, and each parallel
+ * region then lasts a time slice (measured, one other process on 2 cores: 8 ms for a product that takes 0.16 ms alone; with
+ * each thread bound to its core 0.28 ms, and no slower alone). The library reads its settings before main runs; so this
+ * sets OMP_PROC_BIND and starts the program anew. Returns where the environment already says how threads are to be placed
+ * or to wait, where there are fewer threads than cores (several such runs would share the first cores), or where it
+ * fails. */
 void cpu_settle_threads(char **argv);
 
 /* Below this many elements an elementwise pass is faster on one thread than what it costs to wake the others. */
@@ -47,9 +49,8 @@ static inline int64_t cpu_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 void embedding_forward_cpu(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
                            int64_t C, Stream *stream);
-void embedding_backward_cpu(float *dwte, float *dwpe, void *scratch, const void *dout, const int32_t *tokens, int64_t B,
-                            int64_t T, int64_t C, Stream *stream);
-size_t embedding_scratch_cpu(int64_t B, int64_t T, int64_t C);
+void embedding_backward_cpu(float *dwte, float *dwpe, const void *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
+                            Stream *stream);
 
 void layernorm_forward_cpu(void *out, float *mean, float *rstd, const void *x, const void *weight, const void *bias,
                            int64_t N, int64_t C, Stream *stream);
@@ -73,6 +74,8 @@ void gelu_forward_cpu(void *out, const void *pre, int64_t n, Stream *stream);
 
 void loss_forward_backward_cpu(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V,
                                int64_t Vp, Stream *stream);
+
+void losses_sum_cpu(double *total, const float *losses, int64_t N, Stream *stream);
 
 void global_norm_cpu(float *norm, void *scratch, const float *grads, int64_t n, Stream *stream);
 size_t norm_scratch_cpu(int64_t n);

@@ -33,7 +33,8 @@ enum {
 
 /* Activations. A slot is what one layer (or the model) needs; training keeps a slot per layer. */
 typedef enum Activation {
-    ACT_TOKENS, ACT_TARGETS, ACT_LOSSES, ACT_NORM, ACT_STEP,             /* of the model */
+    ACT_BATCH, ACT_LOSSES, ACT_RESULT, ACT_STEP,                         /* of the model */
+    ACT_UPLOADS,                                                         /* micro-batches of this update and of the next */
     ACT_LNF, ACT_LNF_MEAN, ACT_LNF_RSTD,
     ACT_RESID,                                                           /* block inputs; one more than layers in training */
     ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_SAVED,
@@ -57,6 +58,12 @@ typedef struct ActivationLayout {
     size_t bytes;
 } ActivationLayout;
 
+/* What a step leaves for the host. */
+typedef struct StepResult {
+    double loss; /* sum over the tokens of all micro-batches */
+    float norm;
+} StepResult;
+
 struct Gpt {
     GptConfig config;
     GptOptions options;
@@ -78,7 +85,14 @@ struct Gpt {
     char *activations, *scratch;
     ActivationLayout act;
     ScratchLayout layout;
-    float *losses_host; /* (B*T) */
+    /* The host's side of a step: batches on their way, and what came back. */
+    int32_t *batch_host;  /* one batch, laid out as ACT_BATCH */
+    int32_t *upload_host; /* (2, micro_steps) batches */
+    AdamwStep *step_host;
+    StepResult *result_host;
+    int next;             /* which half of the uploads the next update reads */
+    Recording *micro_recording, *update_recording;
+    float recorded_dscale;
 };
 
 /* --- configuration and parameter table ---------------------------------------------------------------------------------- */
@@ -221,6 +235,15 @@ static int64_t classifier_chunk(int64_t N, int64_t Vp, size_t element)
     return rows < N ? rows : N;
 }
 
+/* A batch of N tokens in one piece: tokens (N), targets (N), and the plan of the embedding's backward. */
+static size_t batch_bytes(int64_t N)
+{
+    size_t bytes = (size_t)(2 * N + embedding_plan_size(N)) * sizeof(int32_t);
+    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+static int64_t micro_steps_most(const GptOptions *options) { return options->micro_steps > 0 ? options->micro_steps : 1; }
+
 static ActivationLayout activation_layout(const GptConfig *config, const GptOptions *options, const Backend *backend,
                                           const AttentionKernel *attention)
 {
@@ -233,8 +256,9 @@ static ActivationLayout activation_layout(const GptConfig *config, const GptOpti
     ActivationLayout layout;
     memset(&layout, 0, sizeof layout);
     size_t bytes[ACT_COUNT] = {
-        [ACT_TOKENS] = rows * 4, [ACT_TARGETS] = rows * 4, [ACT_LOSSES] = rows * 4, [ACT_NORM] = 4,
-        [ACT_STEP] = sizeof(AdamwStep), [ACT_LNF] = wide * real, [ACT_LNF_MEAN] = rows * 4, [ACT_LNF_RSTD] = rows * 4,
+        [ACT_BATCH] = batch_bytes(N), [ACT_LOSSES] = rows * 4, [ACT_RESULT] = sizeof(StepResult), [ACT_STEP] = sizeof(AdamwStep),
+        [ACT_UPLOADS] = options->training ? 2 * (size_t)micro_steps_most(options) * batch_bytes(N) : 0,
+        [ACT_LNF] = wide * real, [ACT_LNF_MEAN] = rows * 4, [ACT_LNF_RSTD] = rows * 4,
         [ACT_RESID] = wide * real, [ACT_LN1] = wide * real, [ACT_LN1_MEAN] = rows * 4, [ACT_LN1_RSTD] = rows * 4,
         [ACT_QKV] = 3 * wide * real, [ACT_ATT] = wide * real, [ACT_LSE] = rows * (size_t)config->heads * 4,
         [ACT_SAVED] = attention ? attention->saved_bytes(&shape) : 0, [ACT_RESID_MID] = wide * real,
@@ -281,7 +305,6 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
     if (options->training) {
         int64_t flat, flat_decay;
         tensors_layout(NULL, NULL, &flat, &flat_decay, config, Vp);
-        work = larger(work, backend->embedding_scratch(options->batch, T, C));
         work = larger(work, backend->layernorm_scratch(N, C));
         work = larger(work, backend->linear_scratch(N, C, 3 * C));
         work = larger(work, backend->linear_scratch(N, C, C));
@@ -367,7 +390,11 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
     gpt->chunk = classifier_chunk(options->batch * options->sequence, gpt->Vp, backend->element);
     gpt->tensor_count = tensors_layout(NULL, gpt->kind_first, &gpt->flat, &gpt->flat_decay, config, gpt->Vp);
     gpt->tensors = (GptTensor *)calloc(gpt->tensor_count, sizeof *gpt->tensors);
-    gpt->losses_host = (float *)malloc((size_t)(options->batch * options->sequence) * sizeof(float));
+    size_t batch = batch_bytes(options->batch * options->sequence);
+    gpt->batch_host = (int32_t *)backend->alloc_host(batch, stream);
+    gpt->upload_host = options->training ? (int32_t *)backend->alloc_host(2 * (size_t)micro_steps_most(options) * batch, stream) : NULL;
+    gpt->step_host = (AdamwStep *)backend->alloc_host(sizeof(AdamwStep), stream);
+    gpt->result_host = (StepResult *)backend->alloc_host(sizeof(StepResult), stream);
     gpt->act = activation_layout(config, options, backend, attention);
     gpt->layout = scratch_layout(config, options, backend, attention, gpt->Vp);
 
@@ -376,7 +403,8 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
     gpt->moments = plan.optimizer ? (float *)backend->alloc(plan.optimizer, stream) : NULL;
     gpt->activations = (char *)backend->alloc(plan.activations, stream);
     gpt->scratch = (char *)backend->alloc(plan.scratch, stream);
-    if (!gpt->tensors || !gpt->losses_host || !gpt->parameters || (plan.gradients && !gpt->gradients) ||
+    if (!gpt->tensors || !gpt->batch_host || (options->training && !gpt->upload_host) || !gpt->step_host || !gpt->result_host ||
+        !gpt->parameters || (plan.gradients && !gpt->gradients) ||
         (plan.optimizer && !gpt->moments) || !gpt->activations || !gpt->scratch) {
         available = backend->memory_available(stream);
         plan_fault(config, options, backend, attention, available < (int64_t)plan.total ? available : (int64_t)plan.total - 1,
@@ -401,8 +429,13 @@ void gpt_free(Gpt *gpt)
     gpt->backend->free(gpt->moments, gpt->stream);
     gpt->backend->free(gpt->activations, gpt->stream);
     gpt->backend->free(gpt->scratch, gpt->stream);
+    gpt->backend->free_host(gpt->batch_host, gpt->stream);
+    gpt->backend->free_host(gpt->upload_host, gpt->stream);
+    gpt->backend->free_host(gpt->step_host, gpt->stream);
+    gpt->backend->free_host(gpt->result_host, gpt->stream);
+    if (gpt->micro_recording) gpt->backend->recording_free(gpt->micro_recording);
+    if (gpt->update_recording) gpt->backend->recording_free(gpt->update_recording);
     free(gpt->tensors);
-    free(gpt->losses_host);
     free(gpt);
 }
 
@@ -540,6 +573,8 @@ static void *act_at(const Gpt *gpt, Activation a, int64_t l)
     return gpt->activations + gpt->act.offset[a] + gpt->act.stride[a] * (size_t)(gpt->act.slots[a] > 1 ? l : 0);
 }
 
+static StepResult *result_at(const Gpt *gpt) { return (StepResult *)act_at(gpt, ACT_RESULT, 0); }
+
 static const void *weight_at(const Gpt *gpt, GptKind kind, int64_t l)
 {
     return parameter_at(gpt, gpt->tensors[gpt->kind_first[kind] + (size_t)(KINDS[kind].in_block ? l : 0)].offset);
@@ -606,14 +641,32 @@ static void block_start(Gpt *gpt, int64_t l, int64_t N)
                                     gpt->stream);
 }
 
-/* Tokens (B,T) in host memory to ln_f's output. */
-static void model_forward(Gpt *gpt, const int32_t *tokens, int64_t B, int64_t T)
+/* Lays a batch of N tokens out as ACT_BATCH: tokens, targets (NULL: none) and, where it will be wanted, the embedding's plan. */
+static void batch_lay_out(int32_t *batch, const int32_t *tokens, const int32_t *targets, int64_t N, int with_plan)
+{
+    memcpy(batch, tokens, (size_t)N * sizeof *tokens);
+    if (targets) memcpy(batch + N, targets, (size_t)N * sizeof *targets);
+    if (with_plan) embedding_plan(batch + 2 * N, tokens, N);
+}
+
+/* Brings a batch to the device now. */
+static void batch_copy_in(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t N, int with_plan)
+{
+    batch_lay_out(gpt->batch_host, tokens, targets, N, with_plan);
+    gpt->backend->copy_in(act_at(gpt, ACT_BATCH, 0), gpt->batch_host, batch_bytes(N), gpt->stream);
+}
+
+/* Parts of the batch of N tokens that is on the device. */
+static const int32_t *batch_tokens(const Gpt *gpt) { return (const int32_t *)act_at(gpt, ACT_BATCH, 0); }
+static const int32_t *batch_targets(const Gpt *gpt, int64_t N) { return batch_tokens(gpt) + N; }
+static const int32_t *batch_plan(const Gpt *gpt, int64_t N) { return batch_tokens(gpt) + 2 * N; }
+
+/* The batch on the device, B sequences of T, to ln_f's output. */
+static void model_forward(Gpt *gpt, int64_t B, int64_t T)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T;
-    int32_t *inputs = (int32_t *)act_at(gpt, ACT_TOKENS, 0);
-    be->copy_in(inputs, tokens, (size_t)N * 4, gpt->stream);
-    be->embedding_forward(act_at(gpt, ACT_RESID, 0), inputs, weight_at(gpt, GPT_WTE, 0), weight_at(gpt, GPT_WPE, 0), B, T,
+    be->embedding_forward(act_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0), weight_at(gpt, GPT_WPE, 0), B, T,
                           gpt->config.channels, gpt->stream);
     block_start(gpt, 0, N);
     for (int64_t l = 0; l < gpt->config.layers; l++) {
@@ -622,46 +675,55 @@ static void model_forward(Gpt *gpt, const int32_t *tokens, int64_t B, int64_t T)
     }
 }
 
-/* Losses of all rows, chunk by chunk; where dscale is not 0 also dnorm = the gradient of ln_f's output, and wte's gradient. */
-static double classify(Gpt *gpt, const int32_t *targets, int64_t N, float dscale)
+/* Adds the losses of all rows to the result, chunk by chunk; where dscale is not 0 also dnorm = the gradient of ln_f's output, and
+ * wte's gradient. */
+static void classify(Gpt *gpt, int64_t N, float dscale)
 {
     const Backend *be = gpt->backend;
     int64_t C = gpt->config.channels;
     size_t row = (size_t)C * be->element;
-    int32_t *expected = (int32_t *)act_at(gpt, ACT_TARGETS, 0);
     float *losses = (float *)act_at(gpt, ACT_LOSSES, 0);
     char *logits = gpt->scratch + gpt->layout.logits, *hidden = (char *)act_at(gpt, ACT_LNF, 0);
     const void *wte = weight_at(gpt, GPT_WTE, 0);
-    be->copy_in(expected, targets, (size_t)N * 4, gpt->stream);
     for (int64_t first = 0; first < N; first += gpt->chunk) {
         int64_t n = N - first < gpt->chunk ? N - first : gpt->chunk;
         char *rows = hidden + (size_t)first * row;
         be->linear_forward(logits, rows, wte, NULL, n, C, gpt->Vp, gpt->stream);
-        be->loss_forward_backward(losses + first, logits, expected + first, dscale, n, gpt->config.vocab, gpt->Vp, gpt->stream);
+        be->loss_forward_backward(losses + first, logits, batch_targets(gpt, N) + first, dscale, n, gpt->config.vocab, gpt->Vp,
+                                  gpt->stream);
         if (dscale == 0) continue;
         be->linear_backward_input(gpt->scratch + gpt->layout.dnorm + (size_t)first * row, logits, wte, NULL, n, C, gpt->Vp,
                                   gpt->stream);
         be->linear_backward_weight(gradient_at(gpt, GPT_WTE, 0), NULL, gpt->scratch + gpt->layout.work, logits, rows, n, C,
                                    gpt->Vp, gpt->stream);
     }
-    be->copy_out(gpt->losses_host, losses, (size_t)N * 4, gpt->stream);
-    double sum = 0;
-    for (int64_t i = 0; i < N; i++) sum += (double)gpt->losses_host[i];
-    return gpt->fault ? (double)NAN : sum;
+    be->losses_sum(&result_at(gpt)->loss, losses, N, gpt->stream);
+}
+
+/* The sum of losses that the device has counted since the result was zeroed. */
+static double loss_result(Gpt *gpt)
+{
+    StepResult result;
+    gpt->backend->copy_out(&result, result_at(gpt), sizeof result, gpt->stream);
+    return gpt->fault ? (double)NAN : result.loss;
 }
 
 double gpt_loss(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T)
 {
     if (B < 1 || T < 1) return 0;
-    model_forward(gpt, tokens, B, T);
-    return classify(gpt, targets, B * T, 0);
+    batch_copy_in(gpt, tokens, targets, B * T, 0);
+    gpt->backend->zero(result_at(gpt), sizeof(StepResult), gpt->stream);
+    model_forward(gpt, B, T);
+    classify(gpt, B * T, 0);
+    return loss_result(gpt);
 }
 
 void gpt_logits(Gpt *gpt, float *logits, const int32_t *tokens, int64_t T)
 {
     const Backend *be = gpt->backend;
     int64_t C = gpt->config.channels, V = gpt->config.vocab;
-    model_forward(gpt, tokens, 1, T);
+    batch_copy_in(gpt, tokens, NULL, T, 0);
+    model_forward(gpt, 1, T);
     char *row = (char *)act_at(gpt, ACT_LNF, 0) + (size_t)((T - 1) * C) * be->element, *out = gpt->scratch + gpt->layout.logits;
     be->linear_forward(out, row, weight_at(gpt, GPT_WTE, 0), NULL, 1, C, gpt->Vp, gpt->stream);
     if (be->dtype == DTYPE_FP32) {
@@ -731,14 +793,14 @@ static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
                            (float *)act_at(gpt, ACT_LN1_RSTD, l), N, C, gpt->stream);
 }
 
-double gpt_backward(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T, float dscale)
+/* Forward and backward of the batch on the device. */
+static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T, C = gpt->config.channels;
-    if (N < 1) return 0;
-    model_forward(gpt, tokens, B, T);
-    double loss = classify(gpt, targets, N, dscale);
-    if (dscale == 0) return loss;
+    model_forward(gpt, B, T);
+    classify(gpt, N, dscale);
+    if (dscale == 0) return;
 
     void *dresid = gpt->scratch + gpt->layout.dresid, *work = gpt->scratch + gpt->layout.work;
     be->zero(dresid, (size_t)(N * C) * be->element, gpt->stream);
@@ -756,22 +818,115 @@ double gpt_backward(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int
         mlp_backward(gpt, l, N);
         attention_half_backward(gpt, l, B, T);
     }
-    be->embedding_backward(gradient_at(gpt, GPT_WTE, 0), gradient_at(gpt, GPT_WPE, 0), work, dresid,
-                           (const int32_t *)act_at(gpt, ACT_TOKENS, 0), B, T, C, gpt->stream);
-    return gpt->fault ? (double)NAN : loss;
+    be->embedding_backward(gradient_at(gpt, GPT_WTE, 0), gradient_at(gpt, GPT_WPE, 0), dresid, batch_plan(gpt, N), B, T, C,
+                           gpt->stream);
+}
+
+double gpt_backward(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T, float dscale)
+{
+    if (B < 1 || T < 1) return 0;
+    batch_copy_in(gpt, tokens, targets, B * T, 1);
+    gpt->backend->zero(result_at(gpt), sizeof(StepResult), gpt->stream);
+    model_backward(gpt, B, T, dscale);
+    return loss_result(gpt);
 }
 
 void gpt_zero_gradients(Gpt *gpt) { gpt->backend->zero(gpt->gradients, gpt->plan.gradients, gpt->stream); }
 
-float gpt_update(Gpt *gpt, const AdamwStep *step)
+/* Norm and AdamW with the step that is on the device. */
+static void model_update(Gpt *gpt)
 {
     const Backend *be = gpt->backend;
-    float norm, *norm_at = (float *)act_at(gpt, ACT_NORM, 0);
-    AdamwStep *step_at = (AdamwStep *)act_at(gpt, ACT_STEP, 0);
-    be->copy_in(step_at, step, sizeof *step, gpt->stream);
-    be->global_norm(norm_at, gpt->scratch + gpt->layout.work, gpt->gradients, gpt->flat, gpt->stream);
-    be->adamw_update(gpt->parameters, gpt->master, gpt->moments, gpt->moments + gpt->flat, gpt->gradients, norm_at, step_at,
-                     gpt->flat, gpt->flat_decay, gpt->stream);
-    be->copy_out(&norm, norm_at, sizeof norm, gpt->stream);
+    float *norm = &result_at(gpt)->norm;
+    be->global_norm(norm, gpt->scratch + gpt->layout.work, gpt->gradients, gpt->flat, gpt->stream);
+    be->adamw_update(gpt->parameters, gpt->master, gpt->moments, gpt->moments + gpt->flat, gpt->gradients, norm,
+                     (const AdamwStep *)act_at(gpt, ACT_STEP, 0), gpt->flat, gpt->flat_decay, gpt->stream);
+}
+
+float gpt_update(Gpt *gpt, const AdamwStep *step)
+{
+    float norm;
+    gpt->backend->copy_in(act_at(gpt, ACT_STEP, 0), step, sizeof *step, gpt->stream);
+    model_update(gpt);
+    gpt->backend->copy_out(&norm, &result_at(gpt)->norm, sizeof norm, gpt->stream);
     return norm;
+}
+
+/* --- a whole update, queued ------------------------------------------------------------------------------------------------ */
+
+/* Where micro-batch m of an update lies, in host memory and on the device; half alternates between updates. */
+static size_t upload_offset(const Gpt *gpt, int half, int64_t m)
+{
+    size_t bytes = batch_bytes(gpt->options.batch * gpt->options.sequence);
+    return ((size_t)half * (size_t)micro_steps_most(&gpt->options) + (size_t)m) * bytes;
+}
+
+void gpt_upload(Gpt *gpt, int64_t m, const int32_t *tokens, const int32_t *targets)
+{
+    int64_t N = gpt->options.batch * gpt->options.sequence;
+    size_t offset = upload_offset(gpt, gpt->next, m);
+    int32_t *host = (int32_t *)((char *)gpt->upload_host + offset);
+    batch_lay_out(host, tokens, targets, N, 1);
+    gpt->backend->upload((char *)act_at(gpt, ACT_UPLOADS, 0) + offset, host, batch_bytes(N), gpt->stream);
+}
+
+/* Queues forward and backward of the batch on the device, from a recording where the backend can make one. The first time nothing
+ * is recorded: libraries set themselves up then. */
+static void micro_step_queue(Gpt *gpt, float dscale)
+{
+    const Backend *be = gpt->backend;
+    int64_t B = gpt->options.batch, T = gpt->options.sequence;
+    if (!be->record_begin || gpt->options.no_recording || gpt->recorded_dscale != dscale) {
+        gpt->recorded_dscale = dscale;
+        if (gpt->micro_recording) be->recording_free(gpt->micro_recording);
+        gpt->micro_recording = NULL;
+        model_backward(gpt, B, T, dscale);
+        return;
+    }
+    if (!gpt->micro_recording) {
+        be->record_begin(gpt->stream);
+        model_backward(gpt, B, T, dscale);
+        gpt->micro_recording = be->record_end(gpt->stream);
+    }
+    be->replay(gpt->micro_recording, gpt->stream);
+}
+
+static void update_queue(Gpt *gpt)
+{
+    const Backend *be = gpt->backend;
+    if (!be->record_begin || gpt->options.no_recording) {
+        model_update(gpt);
+        return;
+    }
+    if (!gpt->update_recording) {
+        be->record_begin(gpt->stream);
+        model_update(gpt);
+        gpt->update_recording = be->record_end(gpt->stream);
+    }
+    be->replay(gpt->update_recording, gpt->stream);
+}
+
+void gpt_step_launch(Gpt *gpt, int64_t micro_steps, float dscale, const AdamwStep *step)
+{
+    const Backend *be = gpt->backend;
+    size_t bytes = batch_bytes(gpt->options.batch * gpt->options.sequence);
+    *gpt->step_host = *step;
+    be->upload(act_at(gpt, ACT_STEP, 0), gpt->step_host, sizeof *step, gpt->stream);
+    be->upload_join(gpt->stream);
+    be->zero(result_at(gpt), sizeof(StepResult), gpt->stream);
+    gpt_zero_gradients(gpt);
+    for (int64_t m = 0; m < micro_steps; m++) {
+        be->copy(act_at(gpt, ACT_BATCH, 0), (char *)act_at(gpt, ACT_UPLOADS, 0) + upload_offset(gpt, gpt->next, m), bytes, gpt->stream);
+        micro_step_queue(gpt, dscale);
+    }
+    update_queue(gpt);
+    be->download(gpt->result_host, result_at(gpt), sizeof(StepResult), gpt->stream);
+    gpt->next = !gpt->next;
+}
+
+void gpt_step_finish(Gpt *gpt, double *loss, float *norm)
+{
+    gpt->backend->synchronize(gpt->stream);
+    *loss = gpt->fault ? (double)NAN : gpt->result_host->loss;
+    *norm = gpt->result_host->norm;
 }

@@ -34,6 +34,8 @@ typedef struct GptOptions {
     GptRecompute recompute;
     int deterministic;
     float scale;            /* attention's factor; 0 means 1/sqrt(HS) */
+    int64_t micro_steps;    /* batches that an update may gather through gpt_upload; 0 means 1 */
+    int no_recording;       /* 1: queue every operation of a step anew instead of replaying a recording of it */
 } GptOptions;
 
 /* The kinds of parameter tensor. In the flat buffer all matrices come first (they decay), then all vectors. */
@@ -107,6 +109,15 @@ void gpt_zero_gradients(Gpt *gpt);
 /* Global norm of the gradients, then AdamW with them. Returns the norm before clipping. Where it is not finite, nothing
  * is changed. */
 float gpt_update(Gpt *gpt, const AdamwStep *step);
+
+/* A whole update in three calls, so that host and device work at the same time:
+ *     gpt_upload         hands over micro-batch m of the next update: options.batch sequences of options.sequence tokens
+ *     gpt_step_launch    queues it: gradients zeroed, forward and backward of micro-batches 0..micro_steps-1, update
+ *     gpt_step_finish    waits, gives the sum of losses and the norm
+ * gpt_upload may be called for the following update between the other two, and copies what it is given. */
+void gpt_upload(Gpt *gpt, int64_t m, const int32_t *tokens, const int32_t *targets);
+void gpt_step_launch(Gpt *gpt, int64_t micro_steps, float dscale, const AdamwStep *step);
+void gpt_step_finish(Gpt *gpt, double *loss, float *norm);
 
 /* The first tensor of `buffer` that holds a NaN or infinity, or NULL. */
 const GptTensor *gpt_find_nonfinite(const Gpt *gpt, GptBuffer buffer);

@@ -76,3 +76,11 @@ void loss_forward_backward_cpu(float *losses, void *logits, const int32_t *targe
 #pragma omp parallel for schedule(static) if (N * V >= PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++) losses[n] = row_loss((float *)logits + n * Vp, targets[n], dscale, V, Vp);
 }
+
+void losses_sum_cpu(double *total, const float *losses, int64_t N, Stream *stream)
+{
+    double sum = 0;
+    (void)stream;
+    for (int64_t n = 0; n < N; n++) sum += (double)losses[n];
+    *total += sum;
+}

@@ -674,7 +674,8 @@ int main(void)
     char error[1024];
     Gpt *gpt, *other;
     if (!mkdtemp(root)) { printf("cannot make %s: %s\n", root, strerror(errno)); return 1; }
-    stream = backend_cpu_fp32.open(0, 0, error, sizeof error);
+    BackendOptions choice = {0};
+    stream = backend_cpu_fp32.open(0, &choice, error, sizeof error);
     gpt = model_open(&tiny);
     other = model_open(&tiny);
     if (!gpt || !other) return 1;

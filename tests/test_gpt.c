@@ -78,11 +78,6 @@ static int64_t fenced_available(Stream *stream)
  * model hands out scratch that overlaps something still to be read, that is lost. A GPU's operations would destroy it so. */
 enum { EXTRA_SCRATCH = 1 << 16 };
 
-static size_t greedy_embedding_scratch(int64_t B, int64_t T, int64_t C)
-{
-    return backend_cpu_fp32.embedding_scratch(B, T, C) + EXTRA_SCRATCH;
-}
-
 static size_t greedy_layernorm_scratch(int64_t N, int64_t C)
 {
     return backend_cpu_fp32.layernorm_scratch(N, C) + EXTRA_SCRATCH;
@@ -94,13 +89,6 @@ static size_t greedy_linear_scratch(int64_t N, int64_t C, int64_t OC)
 }
 
 static size_t greedy_norm_scratch(int64_t n) { return backend_cpu_fp32.norm_scratch(n) + EXTRA_SCRATCH; }
-
-static void greedy_embedding_backward(float *dwte, float *dwpe, void *scratch, const void *dout, const int32_t *tokens,
-                                      int64_t B, int64_t T, int64_t C, Stream *queue)
-{
-    memset(scratch, 0xFF, greedy_embedding_scratch(B, T, C));
-    backend_cpu_fp32.embedding_backward(dwte, dwpe, scratch, dout, tokens, B, T, C, queue);
-}
 
 static void greedy_layernorm_backward(void *dx, float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
                                       const void *weight, const float *mean, const float *rstd, int64_t N, int64_t C,
@@ -134,15 +122,14 @@ static void open_backend(void)
     fenced.alloc = fenced_alloc;
     fenced.free = fenced_free;
     fenced.memory_available = fenced_available;
-    fenced.embedding_scratch = greedy_embedding_scratch;
     fenced.layernorm_scratch = greedy_layernorm_scratch;
     fenced.linear_scratch = greedy_linear_scratch;
     fenced.norm_scratch = greedy_norm_scratch;
-    fenced.embedding_backward = greedy_embedding_backward;
     fenced.layernorm_backward = greedy_layernorm_backward;
     fenced.linear_backward_weight = greedy_linear_backward_weight;
     fenced.global_norm = greedy_global_norm;
-    stream = fenced.open(0, 1, error, sizeof error);
+    BackendOptions options = {.deterministic = 1};
+    stream = fenced.open(0, &options, error, sizeof error);
     CHECK(stream, "%s", error);
 }
 
@@ -718,6 +705,43 @@ static void test_accumulation(void)
 }
 
 /* A vocabulary so wide that the classifier takes the rows in two chunks, against each chunk's rows on their own. */
+/* Updates handed over by gpt_upload, gpt_step_launch and gpt_step_finish, the following one's batches brought while one runs, are those of
+ * gpt_backward and gpt_update, bit for bit. */
+static void test_steps(void)
+{
+    enum { B = 2, T = 9, N = B * T, MICRO_STEPS = 2, UPDATES = 3 };
+    TEST("an update in three calls is the same as one operation after another");
+    GptOptions options = {.batch = B, .sequence = T, .training = 1, .micro_steps = MICRO_STEPS};
+    Gpt *plain = create(ODD, options, "tiled"), *queued = create(ODD, options, "tiled");
+    if (!plain || !queued) return;
+    init_wide(plain, 3);
+    init_wide(queued, 3);
+    int32_t *tokens = make_tokens(UPDATES * MICRO_STEPS * N + 1, ODD.vocab, 0, 8);
+    AdamwStep step = {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .clip = 1};
+    for (int m = 0; m < MICRO_STEPS; m++) gpt_upload(queued, m, tokens + m * N, tokens + m * N + 1);
+    for (int u = 0; u < UPDATES; u++) {
+        const int32_t *batch = tokens + u * MICRO_STEPS * N;
+        double loss = 0, queued_loss;
+        float norm, queued_norm;
+        step.bias_correction1 = 1 - powf(step.beta1, (float)u + 1);
+        step.bias_correction2 = 1 - powf(step.beta2, (float)u + 1);
+        gpt_zero_gradients(plain);
+        for (int m = 0; m < MICRO_STEPS; m++) loss += gpt_backward(plain, batch + m * N, batch + m * N + 1, B, T, 1.0f / (MICRO_STEPS * N));
+        norm = gpt_update(plain, &step);
+        gpt_step_launch(queued, MICRO_STEPS, 1.0f / (MICRO_STEPS * N), &step);
+        for (int m = 0; m < MICRO_STEPS && u + 1 < UPDATES; m++)
+            gpt_upload(queued, m, batch + (MICRO_STEPS + m) * N, batch + (MICRO_STEPS + m) * N + 1);
+        gpt_step_finish(queued, &queued_loss, &queued_norm);
+        CHECK(fabs(loss - queued_loss) <= 1e-12 * fabs(loss), "update %d: loss %.17g, expected %.17g", u, queued_loss, loss);
+        CHECK(norm == queued_norm, "update %d: norm %.9g, expected %.9g", u, queued_norm, norm);
+    }
+    check_buffers(queued, plain, GPT_PARAMETERS, 0, "parameters");
+    check_buffers(queued, plain, GPT_MOMENT2, 0, "second moments");
+    gpt_free(plain);
+    gpt_free(queued);
+    free(tokens);
+}
+
 static void test_chunks(void)
 {
     GptConfig config = {1, 2, 8, 130, 262147};
@@ -995,6 +1019,7 @@ int main(void)
     test_stale(GPT_RECOMPUTE_NONE);
     test_stale(GPT_RECOMPUTE_BLOCK);
     test_accumulation();
+    test_steps();
     test_chunks();
     test_inference();
     test_logits();

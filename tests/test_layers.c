@@ -167,7 +167,7 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V, Stream *s
     double *want = doubles(N * C), *size = doubles(N * C), *want_wte = doubles_of(dwte), *want_wpe = doubles_of(dwpe);
     double *size_wte = doubles(V * C), *size_wpe = doubles(T * C);
     int32_t *tokens = malloc((size_t)(N + 1) * sizeof *tokens);
-    Buffer scratch = buffer_new((int64_t)(cpu->embedding_scratch(B, T, C) / sizeof(float)));
+    int32_t *plan = malloc((size_t)embedding_plan_size(N) * sizeof *plan);
     for (int64_t n = 0; n < N; n++) tokens[n] = n % 3 ? (int32_t)(random_u64(&seed) % (uint64_t)V) : (int32_t)V - 1;
     for (int64_t i = 0; i < V * C; i++) size_wte[i] = fabs(want_wte[i]);
     for (int64_t i = 0; i < T * C; i++) size_wpe[i] = fabs(want_wpe[i]);
@@ -184,17 +184,42 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V, Stream *s
         }
     cpu->embedding_forward(out.data, tokens, wte.data, wpe.data, B, T, C, stream);
     check_close("out", out.data, want, size, N * C, BOUNDS.embedding);
-    cpu->embedding_backward(dwte.data, dwpe.data, scratch.data, dout.data, tokens, B, T, C, stream);
+    embedding_plan(plan, tokens, N);
+    cpu->embedding_backward(dwte.data, dwpe.data, dout.data, plan, B, T, C, stream);
     check_close("dwte", dwte.data, want_wte, size_wte, V * C, BOUNDS.embedding_gradient);
     check_close("dwpe", dwpe.data, want_wpe, size_wpe, T * C, BOUNDS.embedding_gradient);
-    cpu->embedding_backward(dwte2.data, dwpe2.data, scratch.data, dout.data, tokens, B, T, C, stream);
+    cpu->embedding_backward(dwte2.data, dwpe2.data, dout.data, plan, B, T, C, stream);
     check_same("dwte", dwte2, dwte);
     check_same("dwpe", dwpe2, dwpe);
-    Buffer all[] = {wte, wpe, out, dout, dwte, dwpe, dwte2, dwpe2, scratch};
+    Buffer all[] = {wte, wpe, out, dout, dwte, dwpe, dwte2, dwpe2};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_end(all[i]);
     double *sums[] = {want, size, want_wte, want_wpe, size_wte, size_wpe};
     for (size_t i = 0; i < sizeof sums / sizeof *sums; i++) free(sums[i]);
     free(tokens);
+    free(plan);
+}
+
+/* The plan is a stable sort: checked against its definition, for tokens of one, two and three digits of the radix. */
+static void test_embedding_plan(int64_t N, int64_t V)
+{
+    TEST("embedding plan of %lld tokens below %lld", (long long)N, (long long)V);
+    uint64_t seed = 5;
+    int32_t *tokens = malloc((size_t)(N + 1) * sizeof *tokens), *plan = malloc((size_t)embedding_plan_size(N) * sizeof *plan);
+    for (int64_t n = 0; n < N; n++) tokens[n] = (int32_t)(random_u64(&seed) % (uint64_t)V);
+    embedding_plan(plan, tokens, N);
+    const int32_t *order = plan, *begin = plan + N, *token = begin + N + 1;
+    int32_t runs = token[N], at = 0;
+    for (int32_t r = 0; r < runs; r++) {
+        CHECK(begin[r] == at && begin[r + 1] > at, "run %d begins at %d, expected %d", r, begin[r], at);
+        CHECK(r == 0 || token[r] > token[r - 1], "run %d is of token %d, the one before of %d", r, token[r], token[r - 1]);
+        for (; at < begin[r + 1]; at++) {
+            CHECK(tokens[order[at]] == token[r], "place %d holds token %d in a run of %d", at, tokens[order[at]], token[r]);
+            CHECK(at == begin[r] || order[at] > order[at - 1], "positions %d, %d are out of order", order[at - 1], order[at]);
+        }
+    }
+    CHECK(at == N, "the runs hold %d of %lld positions", at, (long long)N);
+    free(tokens);
+    free(plan);
 }
 
 /* --- layer normalisation -------------------------------------------------------------------------------------------- */
@@ -806,7 +831,9 @@ static Buffer run_divided(Stream *stream)
     cpu->linear_backward_input(at, dout.data, weight.data, x.data, N, C, OC, stream), at += N * C;
     cpu->linear_backward_weight(at, at + OC * C, NULL, dout.data, x.data, N, C, OC, stream), at += OC * C + OC;
     cpu->embedding_forward(at, tokens, weight.data, weight.data, 1, N, C, stream), at += N * C;
-    cpu->embedding_backward(at, at + OC * C, NULL, x.data, tokens, 1, N, C, stream), at += OC * C + N * C;
+    int32_t plan[3 * N + 2];
+    embedding_plan(plan, tokens, N);
+    cpu->embedding_backward(at, at + OC * C, x.data, plan, 1, N, C, stream), at += OC * C + N * C;
     cpu->layernorm_forward(at, at + N * C, at + N * C + N, x.data, bias.data, bias.data + 50, N, C, stream);
     cpu->layernorm_backward(at + N * C + 2 * N, at + 2 * N * C + 2 * N, at + 2 * N * C + 2 * N + C, scratch.data, dout.data,
                             x.data, bias.data, at + N * C, at + N * C + N, N, C, stream), at += 2 * N * C + 2 * N + 2 * C;
@@ -828,7 +855,7 @@ static void test_threads(void)
     TEST("the same bits with 1, 2, 3, 5 and 8 threads");
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         omp_set_num_threads(counts[i]);
-        Stream *stream = cpu->open(0, 1, NULL, 0);
+        Stream *stream = cpu->open(0, &(BackendOptions){.deterministic = 1}, NULL, 0);
         CHECK(stream->threads == counts[i], "the stream has %d threads, expected %d", stream->threads, counts[i]);
         stream->blas = 0;
         Buffer out = run_divided(stream);
@@ -919,7 +946,8 @@ static void test_table(Stream *stream)
     void *const *slots = (void *const *)(const void *)&cpu->open;
     size_t empty = 0, count = (sizeof *cpu - offsetof(Backend, open)) / sizeof *slots;
     for (size_t i = 0; i < count; i++) empty += !slots[i];
-    CHECK(!empty, "%zu operations are missing", empty);
+    CHECK(empty == 4 && !cpu->record_begin && !cpu->record_end && !cpu->replay && !cpu->recording_free,
+          "%zu operations are missing, expected the 4 of recordings", empty);
     float in[5] = {1, -0.0f, NAN, 1e-40f, 3e38f}, real[5], out[5];
     cpu->from_fp32(real, in, 5, stream);
     cpu->to_fp32(out, real, 5, stream);
@@ -960,6 +988,11 @@ static void test_row_shapes(Stream *stream)
         }
     test_norm_forward(17, 768, 1000, stream);
     test_norm_backward(700, 48, stream);
+    test_embedding_plan(0, 1);
+    test_embedding_plan(1, 1);
+    test_embedding_plan(700, 257);
+    test_embedding_plan(3000, 50257);
+    test_embedding_plan(1000, 100000000);
     test_embedding(0, 5, 8, 3, stream);
     test_embedding(1, 1, 1, 1, stream);
     test_embedding(2, 3, 5, 7, stream);
@@ -974,7 +1007,7 @@ int main(int argc, char **argv)
     cpu_settle_threads(argv);
     static const int64_t vocabularies[][2] = {{1, 1}, {2, 16}, {257, 272}, {1000, 1000}, {1000, 1024}, {3001, 3072}};
     char error[256] = "";
-    Stream *stream = cpu->open(0, 1, error, sizeof error);
+    Stream *stream = cpu->open(0, &(BackendOptions){.deterministic = 1}, error, sizeof error);
     if (!stream) {
         printf("FAIL open: %s\n", error);
         return 1;

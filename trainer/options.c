@@ -74,6 +74,8 @@ static const OptionRow TABLE[] = {
     {"list-attention", KIND_FLAG, FIELD(list_attention), "0", 0, 1, NULL, NOT_KEPT, "print the attention kernels and whether each can run this model here"},
     {"recompute", KIND_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", MAY_CHANGE, "what the backward pass computes again to save memory"},
     {"deterministic", KIND_FLAG, FIELD(deterministic), "0", 0, 1, NULL, MAY_CHANGE, "same bits on every run also on a GPU (the CPU always is)"},
+    {"tf32", KIND_FLAG, FIELD(tf32), "0", 0, 1, NULL, MAY_CHANGE, "let fp32 products on a GPU round their factors to TF32: faster, less exact"},
+    {"no-graph", KIND_FLAG, FIELD(no_graph), "0", 0, 1, NULL, MAY_CHANGE, "on a GPU queue every operation of a step anew instead of replaying a CUDA graph"},
     {"seed", KIND_COUNT, FIELD(seed), "1337", 0, COUNT_MOST, "N", FIXED, "of initial weights, order of the data, and samples"},
     {"help", KIND_FLAG, FIELD(help), "0", 0, 1, NULL, NOT_KEPT, "print this"},
 };

@@ -37,7 +37,7 @@ typedef struct Options {
     const char *device;
     int64_t dtype;
     const char *attention;
-    int64_t recompute, deterministic;
+    int64_t recompute, deterministic, tf32, no_graph;
     int64_t seed;
     int64_t list_attention, help;
 } Options;
