@@ -47,7 +47,9 @@ CFLAGS += -std=gnu11 $(OPTIMIZE) $(WARNINGS) $(OPENMP_FLAGS) -fPIC -pthread
 LDLIBS += $(BLAS_LIBS) -lm -ldl -lpthread
 LDFLAGS += $(OPENMP_FLAGS) $(if $(filter-out 0,$(DEBUG)),-fsanitize=address -fsanitize=undefined) -rdynamic
 
-NVCCFLAGS += -std=c++17 -O3 -lineinfo -arch=$(CUDA_ARCH) -I. -DHAVE_CUDA -D_GNU_SOURCE $(BLAS_FLAGS) \
+# Machine code for one architecture: sm_90a is not sm_90, and code made for another would be compiled at every start.
+GENCODE = -gencode arch=$(CUDA_ARCH:sm_%=compute_%),code=$(CUDA_ARCH)
+NVCCFLAGS += -std=c++17 -O3 -lineinfo $(GENCODE) -I. -DHAVE_CUDA -DCUDA_ARCH_NAME='"$(CUDA_ARCH)"' -D_GNU_SOURCE $(BLAS_FLAGS) \
              -Xcompiler "$(subst $() $(),$(comma),-Wall -Wextra -fPIC $(OPENMP_FLAGS))" -Werror=all-warnings
 comma := ,
 
@@ -56,7 +58,7 @@ C_OBJECTS := $(C_SOURCES:%=$(BUILD)/%.o)
 OBJECTS := $(C_OBJECTS)
 ifneq ($(CUDA_ARCH),)
 OBJECTS += $(patsubst %,$(BUILD)/%.o,$(wildcard attention/*.cu layers/*.cu))
-LINK = $(NVCC) -arch=$(CUDA_ARCH) -Xcompiler "$(subst $() $(),$(comma),$(strip $(LDFLAGS)))"
+LINK = $(NVCC) $(GENCODE) -Xcompiler "$(subst $() $(),$(comma),$(strip $(LDFLAGS)))"
 LDLIBS += -lcublas -lcublasLt
 else
 LINK = $(CC) $(LDFLAGS)
@@ -126,9 +128,8 @@ $(BUILD)/train_gpt.o: train_gpt.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(if $(CUDA_ARCH),$(NVCC) $(NVCCFLAGS),$(CC) $(CPPFLAGS) $(CFLAGS) -x c) -MMD -MP -c $< -o $@
 
-$(BUILD)/tests/%: tests/%.c $(OBJECTS)
-	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -MF $@.d $< $(OBJECTS) $(LDFLAGS) $(LDLIBS) -o $@
+$(BUILD)/tests/%: $(BUILD)/tests/%.c.o $(OBJECTS)
+	$(LINK) $^ -o $@ $(LDLIBS)
 
 # CUDA kernels on the CPU: tests/simt/test_*.cpp include the .cu files they test, and use what they need of the C twins.
 # Always under sanitizers; the emulation itself without. With no C++ compiler, a script says that the test is skipped.
@@ -156,9 +157,8 @@ $(BUILD)/tests/simt/%: tests/simt/%.cpp
 	@chmod +x $@
 endif
 
-$(BUILD)/dev/%: dev/%.c $(OBJECTS)
-	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -MF $@.d $< $(OBJECTS) $(LDFLAGS) $(LDLIBS) -o $@
+$(BUILD)/dev/%: $(BUILD)/dev/%.c.o $(OBJECTS)
+	$(LINK) $^ -o $@ $(LDLIBS)
 
 $(BUILD)/attention/%.so: dev/attention/%.c $(BUILD)/flags
 	@mkdir -p $(@D)

@@ -1,0 +1,91 @@
+/* embedding.cu - token and position embedding on the GPU.
+ *
+ * Forward is a gather. Backward adds dout's rows up by token: many rows to one row of dwte, a race by nature. Instead of atomics,
+ * whose order changes from run to run, it follows a plan that the host made while the step before was computing
+ * (embedding_plan in embedding.c): the positions sorted by token, and where each token's run begins. A block owns a run and a
+ * slice of channels, its warps take the run's rows in strides, and their sums meet in shared memory in a fixed order.
+ * dwpe's rows are sums over the batch at fixed positions and need no plan.
+ */
+#include "layers/cuda.h"
+
+enum { THREADS = 256, RUN_WARPS = 8, RUN_COLUMNS = 32 };
+
+template <typename Real, int WIDTH>
+__global__ void embedding_forward_kernel(Real *out, const int32_t *tokens, const Real *wte, const Real *wpe, int64_t N, int64_t T, int64_t C)
+{
+    int64_t packs = C / WIDTH;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < N * packs; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t n = i / packs, c = i % packs * WIDTH;
+        float a[WIDTH], b[WIDTH];
+        pack_load<Real, WIDTH>(a, wte + (int64_t)tokens[n] * C + c);
+        pack_load<Real, WIDTH>(b, wpe + n % T * C + c);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) a[j] += b[j];
+        pack_store<Real, WIDTH>(out + n * C + c, a);
+    }
+}
+
+template <typename Real>
+void embedding_forward_cuda(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T, int64_t C,
+                            Stream *stream)
+{
+    int64_t N = B * T;
+    const int WIDTH = PackWidth<Real>::value;
+    if (packs_fit<Real>(C, out, wte, wpe))
+        LAUNCH(KERNEL(embedding_forward_kernel<Real, WIDTH>), blocks_resident(N * C / WIDTH, THREADS, stream, 16), THREADS, 0, stream,
+               (Real *)out, tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
+    else
+        LAUNCH(KERNEL(embedding_forward_kernel<Real, 1>), blocks_resident(N * C, THREADS, stream, 16), THREADS, 0, stream, (Real *)out,
+               tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
+}
+
+/* dwte[token] += sum of dout over the token's run. Threads (32, RUN_WARPS); blocks walk the runs, blockIdx.y picks 32 channels. */
+template <typename Real>
+__global__ void embedding_tokens_kernel(float *dwte, const Real *dout, const int32_t *plan, int64_t N, int64_t C)
+{
+    SHARED(float, part, RUN_WARPS * RUN_COLUMNS);
+    const int32_t *order = plan, *begin = plan + N, *token = plan + 2 * N + 1;
+    int32_t runs = plan[3 * N + 1];
+    int64_t c = (int64_t)blockIdx.y * RUN_COLUMNS + threadIdx.x;
+    for (int64_t run = blockIdx.x; run < runs; run += gridDim.x) {
+        float sum = 0;
+        if (c < C)
+            for (int32_t i = begin[run] + (int32_t)threadIdx.y; i < begin[run + 1]; i += RUN_WARPS)
+                sum += to_float(dout[(int64_t)order[i] * C + c]);
+        part[threadIdx.y * RUN_COLUMNS + threadIdx.x] = sum;
+        __syncthreads();
+        if (threadIdx.y == 0 && c < C) {
+            for (int w = 1; w < RUN_WARPS; w++) sum += part[w * RUN_COLUMNS + threadIdx.x];
+            dwte[(int64_t)token[run] * C + c] += sum;
+        }
+        __syncthreads();
+    }
+}
+
+/* dwpe[t] += sum over b of dout[b,t]. */
+template <typename Real>
+__global__ void embedding_positions_kernel(float *dwpe, const Real *dout, int64_t B, int64_t T, int64_t C)
+{
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < T * C; i += (int64_t)gridDim.x * blockDim.x) {
+        float sum = 0;
+        for (int64_t b = 0; b < B; b++) sum += to_float(dout[b * T * C + i]);
+        dwpe[i] += sum;
+    }
+}
+
+template <typename Real>
+void embedding_backward_cuda(float *dwte, float *dwpe, const void *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
+                             Stream *stream)
+{
+    int64_t N = B * T;
+    if (N < 1) return;
+    LAUNCH(embedding_tokens_kernel<Real>, dim3(blocks_resident(N, 1, stream, 8), blocks_for(C, RUN_COLUMNS)), dim3(RUN_COLUMNS, RUN_WARPS), 0,
+           stream, dwte, (const Real *)dout, plan, N, C);
+    LAUNCH(embedding_positions_kernel<Real>, blocks_resident(T * C, THREADS, stream, 16), THREADS, 0, stream, dwpe, (const Real *)dout, B, T, C);
+}
+
+#define INSTANTIATE(Real)                                                                                                   \
+    template void embedding_forward_cuda<Real>(void *, const int32_t *, const void *, const void *, int64_t, int64_t, int64_t, Stream *); \
+    template void embedding_backward_cuda<Real>(float *, float *, const void *, const int32_t *, int64_t, int64_t, int64_t, Stream *);
+INSTANTIATE(float)
+INSTANTIATE(__nv_bfloat16)
