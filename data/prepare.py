@@ -7,7 +7,7 @@
 
 OUT gets train_*.bin and val_*.bin (see shards.h), tokenizer.bin (see tokenizer.h) and corpus.json, which names the sources
 and counts the tokens. Each file of --text is a document: its tokens are followed by one end-of-text token. A tokenizer is
-    bytes            the 256 bytes and end of text, 257 tokens: needs nothing but this file
+    bytes            the 256 bytes and end of text, 257 tokens: needs no library
     gpt2             GPT-2's, through tiktoken or tokenizers, whichever is installed
     DIR              GPT-2's or one like it, from local files: vocab.bpe and encoder.json, or merges.txt and vocab.json
     TOKENIZER.json   any tokenizer of Hugging Face, through tokenizers
@@ -19,19 +19,17 @@ same however many shards or processes there are.
 Nothing is held in memory but a few megabytes a process. As bytes, every token's place is known beforehand, so processes
 write their pieces straight into the shards. With merges it is not: processes encode pieces, and this one writes them in
 order. A piece of text may end only where the tokenizer never joins what stands on both sides (see SAFE); then the tokens are
-exactly those of the whole text encoded in one go.
+exactly those of the whole text encoded in one go. A tokenizer of which no such places are known gets each file whole.
 
 All files are written in OUT/.prepare and renamed at the end, corpus.json last. So an OUT with a corpus.json is complete, and
 a run that fails, is stopped or is killed leaves the files of OUT as they were.
 """
 import argparse
-import array
 import collections
 import concurrent.futures
 import contextlib
 import errno
 import fcntl
-import functools
 import glob
 import json
 import os
@@ -45,6 +43,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from grammar import Grammar  # noqa: E402
+from vocabulary import Fault, open_tokenizer  # noqa: E402
 
 HEADER_BYTES = 1024
 SHARD_UINT16 = (20240520, 1)  # magic, version
@@ -54,22 +53,11 @@ SHARD_LIMIT = 2**32 - 2  # the header's count says the low 32 bits, and all of t
 PIECE = 4 << 20          # bytes of text that a process takes at a time, as bytes
 PIECE_MERGES = 1 << 20   # the same where it encodes, which takes some hundred times as long
 OUTPUTS = ("corpus.json", "train_*.bin", "val_*.bin", "tokenizer.bin")
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
-# How GPT-2 cuts text before it merges: contractions, words, numbers and marks with one blank before them, blanks.
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Its successors' (GPT-4 and Llama 3; Qwen 2), as tokenizer.json files hold them.
-LATER_PATTERNS = tuple(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits +
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+" for digits in (r"\p{N}{1,3}", r"\p{N}"))
-# Where all these patterns cut, whatever else stands around: after a newline between two visible ASCII characters, else
-# between an ASCII letter and a blank that a letter follows. A newline with more blanks beside it is no such place: at the
-# end of a text they are one piece, before a word the last one stands alone.
+# Where all patterns of vocabulary.py cut, whatever else stands around: after a newline between two visible ASCII characters,
+# else between an ASCII letter and a blank that a letter follows. A newline with more blanks beside it is no such place: at
+# the end of a text they are one piece, before a word the last one stands alone.
 SAFE = (re.compile(rb"[!-~]\n(?=[!-~])"), re.compile(rb"[A-Za-z](?= [A-Za-z])"))
-
-
-class Fault(Exception):
-    """One sentence that says what is wrong."""
 
 
 class Stopped(Exception):
@@ -81,217 +69,7 @@ Document = collections.namedtuple("Document", "path size modified")
 Piece = collections.namedtuple("Piece", "path start end closes")
 
 
-# --- tokenizers -------------------------------------------------------------------------------------------------------
-
-class Tokenizer:
-    """encode: str -> list of tokens, or None where tokens are bytes. table: the bytes of each token. splits: whether text
-    may be cut at SAFE places."""
-
-    def __init__(self, name, table, end_of_text, encode=None, splits=True):
-        self.name, self.table, self.end_of_text, self.encode, self.splits = name, table, end_of_text, encode, splits
-        self.vocab = len(table)
-        self.width = 2 if self.vocab <= 65536 else 4
-        longest = max(range(self.vocab), key=lambda token: len(table[token]))
-        if len(table[longest]) > 255:
-            raise Fault(f"{name}: token {longest} is {len(table[longest])} bytes long, tokenizer.bin holds at most 255")
-
-    def pack(self, tokens):
-        """The tokens as little-endian integers of this tokenizer's width."""
-        packed = array.array("H" if self.width == 2 else "I", tokens)
-        if sys.byteorder == "big":
-            packed.byteswap()
-        return packed.tobytes()
-
-
-def import_library(*names):
-    """The first of these modules that is installed."""
-    for name in names:
-        with contextlib.suppress(ImportError):
-            return __import__(name)
-    raise Fault(f"this tokenizer needs the Python package {' or '.join(names)}, and {sys.executable} has "
-                f"{'neither' if len(names) > 1 else 'it not'}: {os.path.basename(sys.executable)} -m pip install {names[0]}")
-
-
-def unicode_to_byte():
-    """GPT-2 writes a byte as a character: visible ones of Latin-1 as themselves, the others as those from U+0100 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {**{chr(byte): byte for byte in visible}, **{chr(256 + i): byte for i, byte in enumerate(hidden)}}
-
-
-def token_bytes(token, alphabet):
-    """The bytes of a token that is written in GPT-2's alphabet; one outside of it is taken as it is."""
-    try:
-        return bytes(alphabet[character] for character in token)
-    except KeyError:
-        return token.encode()
-
-
-def read_json(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except ValueError as error:
-        raise Fault(f"{path}: is no JSON: {error}") from None
-
-
-def dense_table(name, ids, to_bytes):
-    """List of bytes by token, from token string -> number; numbers that no token has get no bytes."""
-    if not ids or not all(isinstance(token, int) and 0 <= token < 2**24 for token in ids.values()):
-        raise Fault(f"{name}: expected a table of tokens with numbers from 0 on")
-    table = [b""] * (max(ids.values()) + 1)
-    for token, number in ids.items():
-        table[number] = to_bytes(token)
-    return table
-
-
-def read_merges(directory):
-    """(name, vocabulary: token -> number, list of merges) of a directory with GPT-2's files, under either pair of names."""
-    for vocabulary, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-        paths = os.path.join(directory, vocabulary), os.path.join(directory, merges)
-        if all(map(os.path.isfile, paths)):
-            break
-    else:
-        raise Fault(f"{directory}: expected vocab.bpe and encoder.json, or merges.txt and vocab.json, or tokenizer.json")
-    ids = read_json(paths[0])
-    if not isinstance(ids, dict) or END_OF_TEXT[0] not in ids:
-        raise Fault(f"{paths[0]}: expected a table of tokens with {END_OF_TEXT[0]} among them")
-    rows = []
-    with open(paths[1], encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            row = tuple(line.split())
-            if not row or (number == 1 and line.startswith("#version")):
-                continue
-            if len(row) != 2 or not {*row, "".join(row)} <= ids.keys():
-                raise Fault(f"{paths[1]}: line {number}: expected two tokens that join to a third, got {line.strip()!r}")
-            rows.append(row)
-    return directory, ids, rows
-
-
-def merges_tiktoken(name, ids, merges):
-    """Through tiktoken, which takes the number of a token for its rank: None where the files do not have it so."""
-    tiktoken = import_library("tiktoken")
-    alphabet = unicode_to_byte()
-    table = dense_table(name, ids, lambda token: token_bytes(token, alphabet))
-    end = ids[END_OF_TEXT[0]]
-    ranks = {text: number for number, text in enumerate(table) if number != end}
-    if [ids["".join(pair)] for pair in merges] != list(range(256, 256 + len(merges))) or \
-            len(ranks) != len(table) - 1 or any(len(text) != 1 for text in table[:256]):
-        return None
-    encoding = tiktoken.Encoding(name="local", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                                 special_tokens={END_OF_TEXT[0]: end})
-    return Tokenizer(name, table, end, encoding.encode_ordinary)
-
-
-def merges_tokenizers(name, ids, merges):
-    tokenizers = import_library("tokenizers")
-    alphabet = unicode_to_byte()
-    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return Tokenizer(name, dense_table(name, ids, lambda token: token_bytes(token, alphabet)), ids[END_OF_TEXT[0]],
-                     lambda text: encoder.encode(text).ids)
-
-
-def open_gpt2():
-    """GPT-2's tokenizer, whose files the library fetches and keeps."""
-    library = import_library("tiktoken", "tokenizers")
-    try:
-        if library.__name__ == "tokenizers":
-            return open_tokenizer_json("gpt2", json.loads(library.Tokenizer.from_pretrained("gpt2").to_str()), None)
-        encoding = library.get_encoding("gpt2")
-    except Fault:
-        raise
-    except Exception as error:
-        raise Fault(f"gpt2: {library.__name__} cannot fetch its files ({type(error).__name__}); offline, give "
-                    "--tokenizer DIR with vocab.bpe and encoder.json") from None
-    table = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
-    return Tokenizer("gpt2", table, encoding.eot_token, encoding.encode_ordinary)
-
-
-def parts_of(stage):
-    """The members of a pre-tokenizer or decoder of a tokenizer.json, one or a sequence."""
-    stage = stage or {}
-    return stage.get("pretokenizers") or stage.get("decoders") or [stage] if stage.get("type") == "Sequence" else [stage]
-
-
-def splits_safely(description, ordinary):
-    """Whether a tokenizer.json is known to cut at SAFE places: by GPT-2's pattern or a later one, no token reaching over."""
-    if (description.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
-        return False
-    if any(token.get("lstrip") or token.get("rstrip") or re.search(r"\s", token["content"]) for token in ordinary):
-        return False
-    stages = parts_of(description.get("pre_tokenizer"))
-    last = stages[-1]
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        return False
-    if len(stages) == 1:
-        return last.get("use_regex", True)
-    return len(stages) == 2 and stages[0].get("type") == "Split" and stages[0].get("behavior") == "Isolated" and \
-        not stages[0].get("invert") and stages[0]["pattern"].get("Regex") in (GPT2_PATTERN,) + LATER_PATTERNS
-
-
-def open_tokenizer_json(name, description, end_of_text):
-    """A tokenizer of Hugging Face. Its special tokens are taken out before encoding, so that text which happens to spell one
-    is text; nothing is added at the ends of a text either."""
-    tokenizers = import_library("tokenizers")
-    if not isinstance(description, dict) or "model" not in description:
-        raise Fault(f"{name}: expected a tokenizer.json of Hugging Face, with a model in it")
-    added = description.get("added_tokens") or []
-    ordinary = [token for token in added if not token.get("special")]
-    try:
-        ids = tokenizers.Tokenizer.from_str(json.dumps(description)).get_vocab(with_added_tokens=True)
-        encoder = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": ordinary, "post_processor": None,
-                                                            "truncation": None, "padding": None}))
-    except Exception as error:
-        raise Fault(f"{name}: tokenizers cannot read it: {error}") from None
-    known = [token for token in ([end_of_text] if end_of_text else END_OF_TEXT) if token in ids]
-    if not known:
-        raise Fault(f"{name}: has none of the tokens {end_of_text or ' '.join(END_OF_TEXT)}; name its end-of-text token "
-                    "with --end-of-text")
-    stages = parts_of(description.get("pre_tokenizer")) + parts_of(description.get("decoder"))
-    alphabet = unicode_to_byte() if any(stage.get("type") == "ByteLevel" for stage in stages) else None
-    model = description["model"]
-    prefix = model.get("continuing_subword_prefix") if model.get("type") == "WordPiece" else None
-    literal = {token["content"] for token in added}
-
-    def to_bytes(token):
-        if token in literal:
-            return token.encode()
-        if alphabet:
-            return token_bytes(token, alphabet)
-        if prefix:
-            return token[len(prefix):].encode() if token.startswith(prefix) else b" " + token.encode()
-        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # a byte that has no character of its own, as SentencePiece writes it
-            return bytes([int(token[3:5], 16)])
-        return token.replace("\u2581", " ").encode()
-
-    return Tokenizer(name, dense_table(name, ids, to_bytes), ids[known[0]],
-                     lambda text: encoder.encode(text, add_special_tokens=False).ids, splits_safely(description, ordinary))
-
-
-@functools.lru_cache(maxsize=1)
-def open_tokenizer(spec, end_of_text=None):
-    """The tokenizer that --tokenizer names; opened once in each process."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
-    if spec == "bytes":
-        return Tokenizer("bytes", [bytes([byte]) for byte in range(256)] + [END_OF_TEXT[0].encode()], 256)
-    if spec == "gpt2" and not os.path.exists(spec):
-        return open_gpt2()
-    if os.path.isdir(spec):
-        path = os.path.join(spec, "tokenizer.json")
-        if not os.path.isfile(path):
-            files = read_merges(spec)
-            if import_library("tiktoken", "tokenizers").__name__ == "tiktoken":
-                return merges_tiktoken(*files) or merges_tokenizers(*files)
-            return merges_tokenizers(*files)
-        spec = path
-    if not os.path.isfile(spec):
-        raise Fault(f"--tokenizer {spec}: no such file; expected bytes, gpt2, a directory or a tokenizer.json")
-    return open_tokenizer_json(spec, read_json(spec), end_of_text)
-
-
-# --- what processes do
-# ------------------------------------------------------------------------------------------------------
+# --- what processes do ------------------------------------------------------------------------------------------------
 
 def read_piece(piece):
     with open(piece.path, "rb", buffering=0) as file:
@@ -379,8 +157,7 @@ def in_order(workers, function, tasks):
                 future.cancel()
 
 
-# --- where text is cut
-# --------------------------------------------------------------------------------------------------------
+# --- where text is cut ------------------------------------------------------------------------------------------------
 
 def find_safe(path, start, end, last=False):
     """The first (or last) place in (start, end) of a file where a piece may end, or None."""
@@ -439,8 +216,7 @@ def find_split(documents, position, splits):
     return (number, before) if before else (number, 0) if number else None
 
 
-# --- the output directory
-# -----------------------------------------------------------------------------------------------------
+# --- the output directory ---------------------------------------------------------------------------------------------
 
 class Staging:
     """OUT/.prepare, where files are made. A lock on it tells a process at work from the remains of one that was killed."""
@@ -575,8 +351,7 @@ class Progress:
             sys.stderr.write("\r\033[K")
 
 
-# --- the two ways
-# -----------------------------------------------------------------------------------------------------------------
+# --- the two ways -----------------------------------------------------------------------------------------------------
 
 def check_parts(counts, fraction):
     """Either part must have a token to predict from and one to predict."""

@@ -22,6 +22,7 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.join(ROOT, "tests"), os.path.join(ROOT, "data")]
 import prepare  # noqa: E402
+import vocabulary  # noqa: E402
 from check import check, end, skip, test  # noqa: E402
 from grammar import Grammar  # noqa: E402
 
@@ -311,7 +312,7 @@ def every_cut(text, pattern):
 def test_cuts(folder):
     with test("cuts: at every safe place of random text, the patterns cut too, and what is left and right stays as it is"):
         rng = random.Random(1)
-        patterns = [python_pattern(pattern) for pattern in (prepare.GPT2_PATTERN,) + prepare.LATER_PATTERNS]
+        patterns = [python_pattern(pattern) for pattern in (vocabulary.GPT2_PATTERN,) + vocabulary.LATER_PATTERNS]
         cuts = 0
         for _ in range(150):
             text = tricky_text(rng, 60)
@@ -350,7 +351,7 @@ def test_cuts(folder):
 
 def test_merges(folder):
     with test("merges: a vocabulary above 65536 goes into uint32 shards, in order, over many shards"):
-        wide = prepare.Tokenizer("wide", [b"?"] * 70000, 69999, lambda text: [65000 + ord(letter) * 30 for letter in text])
+        wide = vocabulary.Tokenizer("wide", [b"?"] * 70000, 69999, lambda text: [65000 + 30 * ord(one) for one in text])
         texts = ["some words\nand more of them\n" * 40, "the last file has words too\n" * 40]
         paths = [write(os.path.join(folder, f"wide{i}"), text) for i, text in enumerate(texts)]
         out = os.path.join(folder, "wide")
@@ -370,8 +371,8 @@ def test_merges(folder):
             skip("no ../shared/data/gpt2 with vocab.bpe and encoder.json")
         if not libraries:
             skip("neither tiktoken nor tokenizers is installed")
-        files = prepare.read_merges(GPT2)
-        opened = [getattr(prepare, f"merges_{name}")(*files) for name in libraries]
+        files = vocabulary.read_merges(GPT2)
+        opened = [getattr(vocabulary, f"merges_{name}")(*files) for name in libraries]
         texts = [tricky_text(random.Random(seed), 3000) for seed in (3, 4)]
         paths = [write(os.path.join(folder, f"tricky{i}"), text) for i, text in enumerate(texts)]
         wanted = [token for text in texts for token in opened[0].encode(text) + [50256]]
@@ -395,29 +396,29 @@ def test_merges(folder):
         if "tokenizers" not in libraries or not os.path.isdir(GPT2):
             skip("tokenizers is not installed, or no ../shared/data/gpt2")
         import tokenizers
-        plain = prepare.merges_tokenizers(*prepare.read_merges(GPT2))
-        _, ids, merges = prepare.read_merges(GPT2)
+        plain = vocabulary.merges_tokenizers(*vocabulary.read_merges(GPT2))
+        _, ids, merges = vocabulary.read_merges(GPT2)
         built = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
         built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         built.decoder = tokenizers.decoders.ByteLevel()
         built.add_special_tokens(["<|endoftext|>", "<|extra|>"])
         path = os.path.join(folder, "tokenizer.json")
         built.save(path)
-        read = prepare.open_tokenizer(path)
+        read = vocabulary.open_tokenizer(path)
         check(read.vocab == 50258 and read.end_of_text == 50256 and read.splits, read.vocab, read.end_of_text, read.splits)
         check(read.table[:50256] == plain.table[:50256] and read.table[50257] == b"<|extra|>", read.table[50256:])
         text = tricky_text(random.Random(6), 500)
         check(read.encode(text) == plain.encode(text), "the tokens differ")
         built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
         built.save(path)
-        prefixing = prepare.open_tokenizer_json("x", prepare.read_json(path), None)
+        prefixing = vocabulary.open_tokenizer_json("x", vocabulary.read_json(path), None)
         check(not prefixing.splits, "each piece would get a prefix blank")
 
     with test("merges: without a library, one sentence says what to install"):
         stand_in = write_small_gpt2(os.path.join(folder, "small"))
         hidden = {name: sys.modules.get(name) for name in ("tiktoken", "tokenizers")}
         sys.modules.update(tiktoken=None, tokenizers=None)
-        prepare.open_tokenizer.cache_clear()
+        vocabulary.open_tokenizer.cache_clear()
         try:
             for spec, words in ((stand_in, "tiktoken or tokenizers"), ("gpt2", "tiktoken or tokenizers")):
                 status, said = call("--text", os.path.join(folder, "long"), "--tokenizer", spec, "--out",
@@ -434,7 +435,7 @@ def test_merges(folder):
 def write_small_gpt2(folder):
     """A directory like GPT-2's with 256 bytes, two merges and end of text."""
     os.makedirs(folder, exist_ok=True)
-    letters = sorted(prepare.unicode_to_byte())
+    letters = sorted(vocabulary.unicode_to_byte())
     ids = {token: number for number, token in enumerate([*letters, "ab", "abc", "<|endoftext|>"])}
     write(os.path.join(folder, "encoder.json"), json.dumps(ids))
     write(os.path.join(folder, "vocab.bpe"), "#version: 0.2\na b\nab c\n")
@@ -443,16 +444,16 @@ def write_small_gpt2(folder):
 
 def test_alphabet(folder):
     with test("merges: GPT-2's alphabet stands for every byte once, and is undone"):
-        alphabet = prepare.unicode_to_byte()
+        alphabet = vocabulary.unicode_to_byte()
         check(sorted(alphabet.values()) == list(range(256)), "not a table of 256 bytes")
         check([alphabet[letter] for letter in "A\u0120\u010a\u0100"] == [65, 32, 10, 0], "wrong bytes")
-        check(prepare.token_bytes("\u0120caf\u00c3\u00a9", alphabet) == " caf\u00e9".encode(), "wrong bytes of a token")
-        _, ids, merges = prepare.read_merges(write_small_gpt2(os.path.join(folder, "small")))
+        check(vocabulary.token_bytes("\u0120caf\u00c3\u00a9", alphabet) == " caf\u00e9".encode(), "wrong bytes of a token")
+        _, ids, merges = vocabulary.read_merges(write_small_gpt2(os.path.join(folder, "small")))
         check(merges == [("a", "b"), ("ab", "c")] and len(ids) == 259, merges, len(ids))
         for line, words in (("a b c\n", "line 2"), ("a zz\n", "line 2"), ("b a\n", "line 2")):
             write(os.path.join(folder, "small", "vocab.bpe"), "#version: 0.2\n" + line)
             try:
-                prepare.read_merges(os.path.join(folder, "small"))
+                vocabulary.read_merges(os.path.join(folder, "small"))
                 check(False, repr(line), "was taken for a merge")
             except prepare.Fault as fault:
                 check(words in str(fault), fault)
@@ -511,7 +512,7 @@ def test_refusals(folder):
 
     with test("refusals: text that is no UTF-8 is named with its byte where the tokenizer needs characters"):
         path = write(os.path.join(folder, "latin"), b"plain text \xe9t\xe9\n" + b"more of it\n" * 20)
-        words = prepare.Tokenizer("words", [b"?"] * 300, 299, lambda text: [1] * len(text))
+        words = vocabulary.Tokenizer("words", [b"?"] * 300, 299, lambda text: [1] * len(text))
         with setting(open_tokenizer=lambda spec, end_of_text: words):
             got, said = call("--text", path, "--out", os.path.join(folder, "latin_out"), "--workers", 1)
         check(got == 1 and "latin: byte 11 is 0xe9" in said, got, said)
