@@ -97,14 +97,14 @@ static inline int judge_fault(Judgement *judgement, const char *format, ...)
 
 static inline Fenced fence(const Call *call, const char *name, size_t payload, size_t shift)
 {
-    Fenced buffer = {.name = name, .start = FENCE + shift, .bytes = payload + shift + 2 * FENCE};
+    Fenced buffer = {name, NULL, NULL, FENCE + shift, payload + shift + 2 * FENCE};
     if (call->layout == LAYOUT_FAR && payload > ((size_t)1 << 32)) {
-        buffer.memory = mmap(NULL, buffer.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (buffer.memory == MAP_FAILED) buffer.memory = NULL;
+        void *sparse = mmap(NULL, buffer.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        buffer.memory = sparse == MAP_FAILED ? NULL : (unsigned char *)sparse;
         return buffer;
     }
-    buffer.memory = call->machine->alloc(buffer.bytes);
-    buffer.image = allocate_zeros((int64_t)buffer.bytes, 1);
+    buffer.memory = (unsigned char *)call->machine->alloc(buffer.bytes);
+    buffer.image = (unsigned char *)allocate_zeros((int64_t)buffer.bytes, 1);
     memset(buffer.image, POISON, buffer.bytes);
     if (buffer.memory) call->machine->copy_in(buffer.memory, buffer.image, buffer.bytes);
     return buffer;
@@ -121,7 +121,7 @@ static inline void unfence(const Call *call, Fenced *buffer)
 static inline int fence_holds(const Call *call, const Fenced *buffer, Judgement *judgement, const char *when)
 {
     if (!buffer->image) return 1;
-    unsigned char *now = allocate_zeros((int64_t)buffer->bytes, 1);
+    unsigned char *now = (unsigned char *)allocate_zeros((int64_t)buffer->bytes, 1);
     call->machine->copy_out(now, buffer->memory, buffer->bytes);
     size_t at = 0;
     if (memcmp(now, buffer->image, buffer->bytes) != 0)
@@ -141,7 +141,7 @@ static inline int fence_holds(const Call *call, const Fenced *buffer, Judgement 
 static inline View view_strides(Layout layout, int tensor, const AttentionShape *shape, size_t *span)
 {
     int64_t T = shape->T, HS = shape->HS, C = shape->NH * HS;
-    View view = {0};
+    View view = {NULL, 0, 0, 0, 0};
     if (layout == LAYOUT_PACKED && (tensor == TENSOR_DO || tensor == TENSOR_O)) layout = LAYOUT_ROWS;
     switch (layout) {
     case LAYOUT_HEADS: view.row_stride = HS; view.head_stride = T * HS; view.batch_stride = T * C; break;
@@ -269,7 +269,7 @@ static inline void accept_tensor(const Call *call, int tensor, float *values)
         gather(call, tensor, buffer->memory, NULL, values);
         return;
     }
-    unsigned char *now = allocate_zeros((int64_t)buffer->bytes, 1);
+    unsigned char *now = (unsigned char *)allocate_zeros((int64_t)buffer->bytes, 1);
     call->machine->copy_out(now, buffer->memory, buffer->bytes);
     gather(call, tensor, now, buffer->image, values);
     free(now);
@@ -330,8 +330,8 @@ static inline Result result_create(const AttentionShape *shape)
 {
     Result result;
     for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++)
-        result.value[quantity] = allocate_zeros(shape->B * shape->NH * shape->T * quantity_width(shape, quantity),
-                                                sizeof(float));
+        result.value[quantity] = (float *)allocate_zeros(shape->B * shape->NH * shape->T * quantity_width(shape, quantity),
+                                                         sizeof(float));
     return result;
 }
 
@@ -344,8 +344,12 @@ static inline void result_free(Result *result)
 static inline int run_kernel(const AttentionKernel *kernel, const Problem *problem, Layout layout, int unaligned,
                              const Machine *machine, Result *result, Judgement *judgement)
 {
-    Call call = {.machine = machine, .shape = &problem->shape, .layout = layout,
-                 .element = problem->shape.dtype == DTYPE_BF16 ? 2 : 4};
+    Call call;
+    memset(&call, 0, sizeof call);
+    call.machine = machine;
+    call.shape = &problem->shape;
+    call.layout = layout;
+    call.element = problem->shape.dtype == DTYPE_BF16 ? 2 : 4;
     int status = call_open(&call, problem, kernel, unaligned);
     if (status) judge_fault(judgement, "not enough memory for the buffers of the call");
     else status = call_run(&call, kernel, result, judgement);

@@ -222,8 +222,8 @@ static inline void problem_solve(Problem *problem)
     }
 #pragma omp parallel
     {
-        double *row = allocate_zeros(3 * T, sizeof(double));
-        float *matrices = allocate_zeros(2 * T * T, sizeof(float));
+        double *row = (double *)allocate_zeros(3 * T, sizeof(double));
+        float *matrices = (float *)allocate_zeros(2 * T * T, sizeof(float));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t head = 0; head < heads; head++) {
             for (int64_t i = 0; i < T; i++) truth_row(problem, head, i, row);
@@ -237,15 +237,17 @@ static inline void problem_solve(Problem *problem)
 /* A problem with random inputs, solved. problem_free() it. */
 static inline Problem problem_create(AttentionShape shape, InputKind kind, uint64_t seed)
 {
-    Problem problem = {.shape = shape};
+    Problem problem;
+    problem.shape = shape;
     int64_t rows = shape.B * shape.NH * shape.T;
-    for (int part = 0; part < INPUT_COUNT; part++) problem.input[part] = allocate_zeros(rows * shape.HS, sizeof(float));
+    for (int part = 0; part < INPUT_COUNT; part++)
+        problem.input[part] = (float *)allocate_zeros(rows * shape.HS, sizeof(float));
     for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
         int64_t count = rows * quantity_width(&shape, quantity);
-        problem.truth[quantity] = allocate_zeros(count, sizeof(double));
-        problem.plain[quantity] = allocate_zeros(count, sizeof(float));
-        problem.terms[quantity] = allocate_zeros(rows, sizeof(double));
-        problem.logits[quantity] = allocate_zeros(rows, sizeof(double));
+        problem.truth[quantity] = (double *)allocate_zeros(count, sizeof(double));
+        problem.plain[quantity] = (float *)allocate_zeros(count, sizeof(float));
+        problem.terms[quantity] = (double *)allocate_zeros(rows, sizeof(double));
+        problem.logits[quantity] = (double *)allocate_zeros(rows, sizeof(double));
     }
     problem_fill(&problem, kind, seed);
     problem_solve(&problem);
