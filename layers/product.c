@@ -133,8 +133,8 @@ static void pack_b(float *panels, Matrix b, int64_t column, int64_t n, int64_t k
 
 /* --- the tile ------------------------------------------------------------------------------------------------------ */
 
-/* c (rows, COLUMNS) = init (rows, COLUMNS) + a-panel b-panel; with init_stride 0, every row gets the same one. The sum of the
- * block is taken by itself: added to a C that many blocks have made large, its terms would lose their digits. */
+/* c (rows, COLUMNS) = init (rows, COLUMNS) + a-panel b-panel; with init_stride 0, every row gets the same one. The sum of
+ * the block is taken by itself: added to a C that many blocks have made large, its terms would lose their digits. */
 static inline __attribute__((always_inline)) void tile_rows(const int rows, float *c, int64_t c_stride, const float *init,
                                                             int64_t init_stride, const float *a, const float *b, int64_t K)
 {
