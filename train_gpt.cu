@@ -205,7 +205,12 @@ static int setup_shards(Trainer *t, ShardSet *set, const char *pattern, const ch
     enum { CHECK_MOST = 500000000 };
     char path[PATH_BYTES];
     if (!*pattern) {
-        snprintf(path, sizeof path, "%s/%s_*.bin", t->options.data, name);
+        size_t length = 0;
+        for (const char *at = t->options.data; *at && length < sizeof path - 64; at++) { /* the directory is a name, not a pattern */
+            if (strchr("*?[]\\", *at)) path[length++] = '\\';
+            path[length++] = *at;
+        }
+        snprintf(path + length, sizeof path - length, "/%s_*.bin", name);
         pattern = path;
     }
     if (shards_open(set, pattern, &t->error)) return EXIT_MACHINE;

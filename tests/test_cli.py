@@ -228,6 +228,11 @@ def good_use():
         kept = err.strip().rsplit(" ", 1)[1]
         check(os.path.isdir(kept), kept)
         check(train(*TINY, "--data", DATA, "--steps", 0, "--init", kept)[0] == 0, "the checkpoint it names cannot be read")
+    with test("a data directory may have any name"):
+        odd = os.path.join(TMP, "a[b]*c? \\d")
+        shutil.copytree(DATA, odd)
+        status, out, err = train(*TINY, "--data", odd, "--steps", 1, "--eval-every", 0)
+        check(status == 0, err)
     with test("without --out nothing is written"):
         folder = os.path.join(TMP, "empty")
         os.makedirs(folder)
