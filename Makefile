@@ -107,7 +107,7 @@ help:  ## list the targets
 	@sed -n '/^# Variables/,/^$$/s/^# //p' Makefile
 
 $(TRAIN): $(BUILD)/train_gpt.o $(OBJECTS)
-	$(LINK) $^ -o $@ $(LDLIBS)
+	$(LINK) $(filter %.o,$^) -o $@ $(LDLIBS)
 
 # The flags are a prerequisite: an object built with others is built again.
 FLAGS := $(CC) $(CPPFLAGS) $(CFLAGS) $(CUDA_ARCH)
@@ -129,7 +129,7 @@ $(BUILD)/train_gpt.o: train_gpt.cu $(BUILD)/flags
 	$(if $(CUDA_ARCH),$(NVCC) $(NVCCFLAGS),$(CC) $(CPPFLAGS) $(CFLAGS) -x c) -MMD -MP -c $< -o $@
 
 $(BUILD)/tests/%: $(BUILD)/tests/%.c.o $(OBJECTS)
-	$(LINK) $^ -o $@ $(LDLIBS)
+	$(LINK) $(filter %.o,$^) -o $@ $(LDLIBS)
 
 # CUDA kernels on the CPU: tests/simt/test_*.cpp include the .cu files they test, and use what they need of the C twins.
 # Always under sanitizers; the emulation itself without. With no C++ compiler, a script says that the test is skipped.
@@ -158,7 +158,7 @@ $(BUILD)/tests/simt/%: tests/simt/%.cpp
 endif
 
 $(BUILD)/dev/%: $(BUILD)/dev/%.c.o $(OBJECTS)
-	$(LINK) $^ -o $@ $(LDLIBS)
+	$(LINK) $(filter %.o,$^) -o $@ $(LDLIBS)
 
 $(BUILD)/attention/%.so: dev/attention/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
