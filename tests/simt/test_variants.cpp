@@ -16,7 +16,13 @@ namespace Flash1 {
 }
 #undef attention_kernel
 
-static const AttentionKernel *const variants[] = {&Flash1::flash1_rows};
+#define attention_kernel flash2_coalesced
+namespace Flash2 {
+#include "dev/attention/flash2_coalesced.cu"
+}
+#undef attention_kernel
+
+static const AttentionKernel *const variants[] = {&Flash1::flash1_rows, &Flash2::flash2_coalesced};
 
 static void *device_alloc(size_t bytes)
 {
