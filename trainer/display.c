@@ -76,7 +76,8 @@ void curve_add(Curve *curve, int64_t step, double value)
 
 enum { COLUMNS_MOST = 160, ROWS_MOST = 40 };
 
-/* Range of both curves and the floor. The highest value shown is that of the first tenth's mean where the start towers over all. */
+/* Range of both curves and the floor. The first twentieth of the steps does not count for the highest value: a fresh model's loss towers
+ * over all that follows, and what follows is what one wants to see. */
 static void curve_range(const Curve *train, const Curve *validation, double floor_value, double *low, double *high, double *last)
 {
     const Curve *curves[2] = {train, validation};
@@ -84,12 +85,19 @@ static void curve_range(const Curve *train, const Curve *validation, double floo
     *high = -INFINITY;
     *last = 0;
     for (int c = 0; c < 2; c++)
+        for (int64_t i = 0; i < curves[c]->count; i++) *last = fmax(*last, curves[c]->first_step[i]);
+    for (int c = 0; c < 2; c++)
         for (int64_t i = 0; i < curves[c]->count; i++) {
             *low = fmin(*low, curves[c]->value[i]);
-            *high = fmax(*high, curves[c]->value[i]);
-            *last = fmax(*last, curves[c]->first_step[i]);
+            if (curves[c]->first_step[i] >= *last / 20) *high = fmax(*high, curves[c]->value[i]);
         }
     if (isfinite(floor_value)) *low = fmin(*low, floor_value);
+}
+
+/* The row of a value: the top one for what lies above the range. */
+static int curve_row(double value, double high, double scale)
+{
+    return value >= high ? 0 : (int)((high - value) * scale + 0.5);
 }
 
 void curve_print(const Curve *train, const Curve *validation, double floor_value, int columns, int rows)
@@ -106,16 +114,16 @@ void curve_print(const Curve *train, const Curve *validation, double floor_value
         grid[r][columns] = 0;
     }
     double scale = (double)(rows - 1) / (high - low), stretch = (double)(columns - 1) / (last > 0 ? last : 1);
-    if (isfinite(floor_value)) memset(grid[(int)((high - floor_value) * scale + 0.5)], '-', (size_t)columns);
+    if (isfinite(floor_value)) memset(grid[curve_row(floor_value, high, scale)], '-', (size_t)columns);
     for (int64_t i = 0; i < train->count; i++) { /* one dot a column: the mean of the points that fall in it */
         int column = (int)(train->first_step[i] * stretch + 0.5);
         sums[column] += train->value[i];
         counts[column]++;
     }
     for (int c = 0; c < columns; c++)
-        if (counts[c]) grid[(int)((high - sums[c] / counts[c]) * scale + 0.5)][c] = '.';
+        if (counts[c]) grid[curve_row(sums[c] / counts[c], high, scale)][c] = '.';
     for (int64_t i = 0; i < validation->count; i++)
-        grid[(int)((high - validation->value[i]) * scale + 0.5)][(int)(validation->first_step[i] * stretch + 0.5)] = 'o';
+        grid[curve_row(validation->value[i], high, scale)][(int)(validation->first_step[i] * stretch + 0.5)] = 'o';
     printf("\nloss over steps   . training   o validation%s\n", isfinite(floor_value) ? "   - best possible" : "");
     for (int r = 0; r < rows; r++) {
         if (r % 3 == 0 || r == rows - 1) printf("%8.3f |%s\n", high - r / scale, grid[r]);
