@@ -15,8 +15,14 @@
 #include <unistd.h>
 
 extern const AttentionKernel attention_tiled, attention_reference;
+#ifdef HAVE_CUDA
+extern const AttentionKernel attention_flash_simt;
+#endif
 
 static const AttentionKernel *const kernels[] = {
+#ifdef HAVE_CUDA
+    &attention_flash_simt,
+#endif
     &attention_tiled,
     &attention_reference,
 };
