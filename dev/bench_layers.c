@@ -11,7 +11,6 @@
 #include <errno.h>
 #include <float.h>
 #include <math.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -381,18 +380,6 @@ static int bench_model(const Model *m, Stream *stream, FILE *csv)
     return b.wrong;
 }
 
-/* Starts CBLAS's threads while the main thread may run on any core: they inherit where it may, and by now it is bound. */
-static void start_blas_threads(int threads)
-{
-    cpu_set_t bound, all;
-    CPU_ZERO(&all);
-    for (size_t core = 0; core < CPU_SETSIZE; core++) CPU_SET(core, &all);
-    if (sched_getaffinity(0, sizeof bound, &bound) || sched_setaffinity(0, sizeof all, &all)) return;
-    product_blas_threads(threads);
-    product_blas_threads(1);
-    sched_setaffinity(0, sizeof bound, &bound);
-}
-
 /* Opens `path`, or dev/results/cpu-NAME/layers.csv for this processor; writes machine, commit and columns. */
 static FILE *csv_open(const char *path, const char *machine)
 {
@@ -435,7 +422,6 @@ int main(int argc, char **argv)
         fprintf(stderr, "%s\n", error);
         return 1;
     }
-    start_blas_threads(stream->threads);
     cpu->describe(machine, sizeof machine, stream);
     FILE *csv = csv_open(argc > 1 ? argv[1] : NULL, machine);
     if (!csv) return 1;

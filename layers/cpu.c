@@ -160,15 +160,14 @@ static void to_fp32_cpu(float *out, const void *in, int64_t n, Stream *stream)
 void cpu_settle_threads(char **argv)
 {
 #ifdef _OPENMP
-    static const char *const settings[] = {"OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT",
-                                           "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_BLOCKTIME"};
+    static const char *const settings[] = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"};
     char program[4096];
     ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         if (getenv(settings[i])) return;
-    if (length <= 0 || cpu_threads() == 1 || cpu_threads() < omp_get_num_procs()) return;
+    if (length <= 0 || cpu_threads() == 1) return;
     program[length] = 0;
-    if (!setenv("OMP_PROC_BIND", "true", 1)) execv(program, argv);
+    if (!setenv("GOMP_SPINCOUNT", "1000", 1) && !setenv("KMP_BLOCKTIME", "0", 1)) execv(program, argv);
 #else
     (void)argv;
 #endif
