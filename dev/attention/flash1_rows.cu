@@ -1,26 +1,28 @@
 /* flash1_rows.cu - FlashAttention-2 as a first CUDA kernel has it: one thread a row, tiles in shared memory.
  *
- * A block of ROWS threads owns ROWS queries of one head, thread x the x-th of them. It walks over the tiles of keys up to its
- * own, and in each thread x computes its row of S, moves the running maximum m and sum l, and adds P V to its row of O:
+ * A block of ROWS threads owns ROWS queries of one head, thread x the x-th of them. It walks over the tiles of keys up
+ * to its own, and in each thread x computes its row of S, moves the running maximum m and sum l, and adds P V to its
+ * row of O:
  *
  *                 keys j ->                        m' = max(m, max_j s_j)
  *              [tile][tile][t\ ]                   l  = l exp(m - m') + sum_j exp(s_j - m')
  *     query x  #################                   O  = O exp(m - m') + sum_j exp(s_j - m') V_j
  *
- * Backward is three kernels, so that each result has one owner and no atomics are needed: D = rowsum(dO * O); dQ, a block a
- * tile of queries, as in forward; dK and dV, a block a tile of keys, which walks over the tiles of queries from its own on.
- * P is rebuilt as exp(s - LSE), so the price of the split is two products of seven.
+ * Backward is three kernels, so that each result has one owner and no atomics are needed: D = rowsum(dO * O); dQ, a
+ * block a tile of queries, as in forward; dK and dV, a block a tile of keys, which walks over the tiles of queries
+ * from its own on. P is rebuilt as exp(s - LSE), so the price of the split is two products of seven.
  *
- * Memory: every key and value is read from global memory once a tile of queries: T / ROWS times. Shared memory holds rows of
- * HS + 1 floats, so that threads which walk along their own rows meet different banks.
+ * Memory: every key and value is read from global memory once a tile of queries: T / ROWS times. Shared memory holds
+ * rows of HS + 1 floats, so that threads which walk along their own rows meet different banks.
  *
  * Limits: HS up to 128, fp32 and bf16 (arithmetic in fp32), sm_80 and later.
  *
- * Verdict: this is the minimal kernel that many first meet, and the same speed class, but right: dV sums over the rows that it
- * should, every thread reaches every barrier, rows beyond T are neither read nor written, shared memory is asked for, offsets
- * are 64 bits wide. What made it wrong is mended, and of what made it slow only that a whole head was one block's work. A warp
- * is the whole block, so nothing hides latency; a thread loads its own row, which makes 32 separate transactions of each load;
- * and every product fetches both of its factors from shared memory, two loads for one multiplication.
+ * Verdict: this is the minimal kernel that many first meet, and the same speed class, but right: dV sums over the rows
+ * that it should, every thread reaches every barrier, rows beyond T are neither read nor written, shared memory is
+ * asked for, offsets are 64 bits wide. What made it wrong is mended, and of what made it slow only that a whole head
+ * was one block's work. A warp is the whole block, so nothing hides latency; a thread loads its own row, which makes
+ * 32 separate transactions of each load; and every product fetches both of its factors from shared memory, two loads
+ * for one multiplication.
  */
 #include "attention/attention.h"
 #include "attention/device.h"
@@ -32,9 +34,10 @@
 constexpr int ROWS = 32; /* queries of a tile, keys of a tile, threads of a block */
 constexpr int MAX_HS = 128;
 constexpr int MAX_SHARED = 99 * 1024; /* what every GPU from sm_80 on gives a block */
-static_assert((6 * ROWS * (MAX_HS + 1) + 2 * ROWS) * sizeof(float) <= MAX_SHARED, "dK, dV: six tiles and LSE, D in shared memory");
+static_assert((6 * ROWS * (MAX_HS + 1) + 2 * ROWS) * sizeof(float) <= MAX_SHARED,
+              "dK, dV: six tiles and LSE, D in shared memory");
 
-/* --- helpers ---------------------------------------------------------------------------------------------------------------- */
+/* --- helpers ------------------------------------------------------------------------------------------------------ */
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -43,12 +46,12 @@ __device__ inline void store_float(__nv_bfloat16 *to, float x) { *to = __float2b
 
 /* Row `row` (HS) of head number `head` of a view. */
 template <typename Real>
-__device__ const Real *row_in(AttentionInput view, int64_t head, int NH, int64_t row)
+__device__ const Real *row_in(AttentionInput view, int head, int NH, int64_t row)
 {
     return (const Real *)view.data + head / NH * view.batch_stride + head % NH * view.head_stride + row * view.row_stride;
 }
 template <typename Real>
-__device__ Real *row_out(AttentionOutput view, int64_t head, int NH, int64_t row)
+__device__ Real *row_out(AttentionOutput view, int head, int NH, int64_t row)
 {
     return (Real *)view.data + head / NH * view.batch_stride + head % NH * view.head_stride + row * view.row_stride;
 }
@@ -61,7 +64,7 @@ __device__ inline Shared<float> shared_tile(int n, int HS)
 
 /* Thread x loads row first + x of a view into row x of a tile; zeros beyond T. */
 template <typename Real>
-__device__ void row_load(Shared<float> tile, AttentionInput view, int64_t head, int NH, int first, int T, int HS)
+__device__ void row_load(Shared<float> tile, AttentionInput view, int head, int NH, int first, int T, int HS)
 {
     int x = threadIdx.x;
     bool inside = first + x < T;
@@ -87,15 +90,15 @@ __device__ inline float logit(Shared<const float> q, Shared<const float> k, int 
     return __fmul_rn(scale, row_dot(q, k, HS));
 }
 
-/* --- kernels ---------------------------------------------------------------------------------------------------------------- */
+/* --- kernels ------------------------------------------------------------------------------------------------------ */
 
 /* O, Q, K, V (B, T, NH, HS) as their views say, LSE (heads, T). Grid: heads x tiles, the longest tiles first. */
 template <typename Real>
 __global__ void __launch_bounds__(ROWS) forward_kernel(AttentionOutput O, float *LSE, AttentionInput Q, AttentionInput K,
-                                                       AttentionInput V, int64_t heads, int NH, int T, int HS, float scale)
+                                                       AttentionInput V, int heads, int NH, int T, int HS, float scale)
 {
-    const int64_t head = blockIdx.x % heads;
-    const int tile = (T - 1) / ROWS - (int)(blockIdx.x / heads), x = threadIdx.x, row = tile * ROWS + x, at = x * (HS + 1);
+    const int head = (int)blockIdx.x % heads;
+    const int tile = (T - 1) / ROWS - (int)blockIdx.x / heads, x = threadIdx.x, row = tile * ROWS + x, at = x * (HS + 1);
     Shared<float> q = shared_tile(0, HS), k = shared_tile(1, HS), v = shared_tile(2, HS), o = shared_tile(3, HS);
     Shared<float> s = shared_dynamic<float>(sizeof(float) * 4 * ROWS * (HS + 1), ROWS * (ROWS + 1)) + x * (ROWS + 1);
     float max = -INFINITY, sum = 0;
@@ -127,34 +130,34 @@ __global__ void __launch_bounds__(ROWS) forward_kernel(AttentionOutput O, float 
     if (row >= T) return;
     Real *out = row_out<Real>(O, head, NH, row);
     for (int d = 0; d < HS; d++) store_float(&out[d], o[at + d] / sum);
-    LSE[head * T + row] = max + logf(sum);
+    LSE[(int64_t)head * T + row] = max + logf(sum);
 }
 
 /* D (heads, T) = rowsum(dO * O); one thread a row, a block takes ROWS rows of one head. */
 template <typename Real>
-__global__ void __launch_bounds__(ROWS) dot_kernel(float *D, AttentionInput dO, AttentionInput O, int64_t heads, int NH, int T,
+__global__ void __launch_bounds__(ROWS) dot_kernel(float *D, AttentionInput dO, AttentionInput O, int heads, int NH, int T,
                                                    int HS)
 {
-    const int64_t head = blockIdx.x % heads;
-    const int row = (int)(blockIdx.x / heads) * ROWS + threadIdx.x;
+    const int head = (int)blockIdx.x % heads;
+    const int row = (int)blockIdx.x / heads * ROWS + threadIdx.x;
     if (row >= T) return;
     const Real *dout = row_in<Real>(dO, head, NH, row), *out = row_in<Real>(O, head, NH, row);
     float sum = 0;
     for (int d = 0; d < HS; d++) sum = fmaf(to_float(dout[d]), to_float(out[d]), sum);
-    D[head * T + row] = sum;
+    D[(int64_t)head * T + row] = sum;
 }
 
 /* dQ (B, T, NH, HS) = scale dS K, dS = P (dO V^T - D); thread x owns row x of the tile. */
 template <typename Real>
-__global__ void __launch_bounds__(ROWS) dq_kernel(AttentionOutput dQ, AttentionInput dO, AttentionInput Q, AttentionInput K,
-                                                  AttentionInput V, const float *LSE, const float *D, int64_t heads, int NH,
-                                                  int T, int HS, float scale)
+__global__ void __launch_bounds__(ROWS) dq_kernel(AttentionOutput dQ, AttentionInput dO, AttentionInput Q,
+                                                  AttentionInput K, AttentionInput V, const float *LSE, const float *D,
+                                                  int heads, int NH, int T, int HS, float scale)
 {
-    const int64_t head = blockIdx.x % heads;
-    const int tile = (T - 1) / ROWS - (int)(blockIdx.x / heads), x = threadIdx.x, row = tile * ROWS + x, at = x * (HS + 1);
+    const int head = (int)blockIdx.x % heads;
+    const int tile = (T - 1) / ROWS - (int)blockIdx.x / heads, x = threadIdx.x, row = tile * ROWS + x, at = x * (HS + 1);
     Shared<float> q = shared_tile(0, HS), k = shared_tile(1, HS), v = shared_tile(2, HS);
     Shared<float> dout = shared_tile(3, HS), dq = shared_tile(4, HS);
-    const float lse = row < T ? LSE[head * T + row] : 0.0f, dot = row < T ? D[head * T + row] : 0.0f;
+    const float lse = row < T ? LSE[(int64_t)head * T + row] : 0.0f, dot = row < T ? D[(int64_t)head * T + row] : 0.0f;
     row_load<Real>(q, Q, head, NH, tile * ROWS, T, HS);
     row_load<Real>(dout, dO, head, NH, tile * ROWS, T, HS);
     for (int d = 0; d < HS; d++) dq[at + d] = 0.0f;
@@ -177,12 +180,13 @@ __global__ void __launch_bounds__(ROWS) dq_kernel(AttentionOutput dQ, AttentionI
 
 /* dK = scale dS^T Q, dV = P^T dO (B, T, NH, HS); thread x owns key x of the tile and walks over the queries from it on. */
 template <typename Real>
-__global__ void __launch_bounds__(ROWS) dkv_kernel(AttentionOutput dK, AttentionOutput dV, AttentionInput dO, AttentionInput Q,
-                                                   AttentionInput K, AttentionInput V, const float *LSE, const float *D,
-                                                   int64_t heads, int NH, int T, int HS, float scale)
+__global__ void __launch_bounds__(ROWS) dkv_kernel(AttentionOutput dK, AttentionOutput dV, AttentionInput dO,
+                                                   AttentionInput Q, AttentionInput K, AttentionInput V,
+                                                   const float *LSE, const float *D, int heads, int NH, int T, int HS,
+                                                   float scale)
 {
-    const int64_t head = blockIdx.x % heads;
-    const int tile = (int)(blockIdx.x / heads), x = threadIdx.x, key = tile * ROWS + x, at = x * (HS + 1);
+    const int head = (int)blockIdx.x % heads;
+    const int tile = (int)blockIdx.x / heads, x = threadIdx.x, key = tile * ROWS + x, at = x * (HS + 1);
     Shared<float> q = shared_tile(0, HS), k = shared_tile(1, HS), v = shared_tile(2, HS), dout = shared_tile(3, HS);
     Shared<float> dk = shared_tile(4, HS), dv = shared_tile(5, HS);
     Shared<float> lse = shared_dynamic<float>(sizeof(float) * 6 * ROWS * (HS + 1), 2 * ROWS), dot = lse + ROWS;
@@ -193,8 +197,8 @@ __global__ void __launch_bounds__(ROWS) dkv_kernel(AttentionOutput dK, Attention
         int queries = T - i * ROWS < ROWS ? T - i * ROWS : ROWS;
         row_load<Real>(q, Q, head, NH, i * ROWS, T, HS);
         row_load<Real>(dout, dO, head, NH, i * ROWS, T, HS);
-        lse[x] = x < queries ? LSE[head * T + i * ROWS + x] : 0.0f;
-        dot[x] = x < queries ? D[head * T + i * ROWS + x] : 0.0f;
+        lse[x] = x < queries ? LSE[(int64_t)head * T + i * ROWS + x] : 0.0f;
+        dot[x] = x < queries ? D[(int64_t)head * T + i * ROWS + x] : 0.0f;
         __syncthreads();
         for (int y = i == tile ? x : 0; y < queries; y++) {
             float p = expf(logit(q + y * (HS + 1), k + at, HS, scale) - lse[y]);
@@ -212,7 +216,7 @@ __global__ void __launch_bounds__(ROWS) dkv_kernel(AttentionOutput dK, Attention
     }
 }
 
-/* --- launchers -------------------------------------------------------------------------------------------------------------- */
+/* --- launchers ---------------------------------------------------------------------------------------------------- */
 
 static int64_t block_count(const AttentionShape *shape)
 {
@@ -232,28 +236,28 @@ static const char *forward_launch(AttentionOutput O, float *LSE, AttentionInput 
                                   const AttentionShape *shape, cudaStream_t stream)
 {
     return words_of(kernel_launch(forward_kernel<Real>, dim3((unsigned)block_count(shape)), dim3(ROWS),
-                                  shared_bytes(4, ROWS * (ROWS + 1), shape->HS), stream, O, LSE, Q, K, V, shape->B * shape->NH,
-                                  shape->NH, shape->T, shape->HS, shape->scale));
+                                  shared_bytes(4, ROWS * (ROWS + 1), shape->HS), stream, O, LSE, Q, K, V,
+                                  shape->B * shape->NH, shape->NH, shape->T, shape->HS, shape->scale));
 }
 
 template <typename Real>
 static const char *backward_launch(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, float *D, AttentionInput dO,
-                                   AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O, const float *LSE,
-                                   const AttentionShape *shape, cudaStream_t stream)
+                                   AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O,
+                                   const float *LSE, const AttentionShape *shape, cudaStream_t stream)
 {
     const dim3 grid((unsigned)block_count(shape)), block(ROWS);
     const int64_t heads = shape->B * shape->NH, NH = shape->NH, T = shape->T, HS = shape->HS;
     cudaError_t error = kernel_launch(dot_kernel<Real>, grid, block, 0, stream, D, dO, O, heads, NH, T, HS);
     if (error == cudaSuccess)
-        error = kernel_launch(dq_kernel<Real>, grid, block, shared_bytes(5, 0, HS), stream, dQ, dO, Q, K, V, LSE, D, heads, NH,
-                              T, HS, shape->scale);
-    if (error == cudaSuccess)
-        error = kernel_launch(dkv_kernel<Real>, grid, block, shared_bytes(6, 2 * ROWS, HS), stream, dK, dV, dO, Q, K, V, LSE, D,
+        error = kernel_launch(dq_kernel<Real>, grid, block, shared_bytes(5, 0, HS), stream, dQ, dO, Q, K, V, LSE, D,
                               heads, NH, T, HS, shape->scale);
+    if (error == cudaSuccess)
+        error = kernel_launch(dkv_kernel<Real>, grid, block, shared_bytes(6, 2 * ROWS, HS), stream, dK, dV, dO, Q, K, V,
+                              LSE, D, heads, NH, T, HS, shape->scale);
     return words_of(error);
 }
 
-/* --- the kernel of this file -------------------------------------------------------------------------------------------------- */
+/* --- the kernel of this file -------------------------------------------------------------------------------------- */
 
 static const char *refuse(const AttentionShape *shape, int sm)
 {
@@ -299,8 +303,8 @@ static const char *backward(AttentionOutput dQ, AttentionOutput dK, AttentionOut
 extern "C" {
 extern const AttentionKernel attention_kernel;
 const AttentionKernel attention_kernel = {
-    ATTENTION_ABI,  ATTENTION_CUDA, "flash1_rows", "tiles in shared memory, one thread a row; fp32 and bf16, HS up to 128",
-    refuse,         saved_bytes,    scratch_bytes, forward,
-    backward,
+    ATTENTION_ABI, ATTENTION_CUDA, "flash1_rows",
+    "tiles in shared memory, one thread a row; fp32 and bf16, HS up to 128",
+    refuse, saved_bytes, scratch_bytes, forward, backward,
 };
 }

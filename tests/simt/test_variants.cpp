@@ -22,7 +22,20 @@ namespace Flash2 {
 }
 #undef attention_kernel
 
-static const AttentionKernel *const variants[] = {&Flash1::flash1_rows, &Flash2::flash2_coalesced};
+#define attention_kernel flash3_registers
+namespace Flash3 {
+#include "dev/attention/flash3_registers.cu"
+}
+#undef attention_kernel
+
+#define attention_kernel flash4_vectors
+namespace Flash4 {
+#include "dev/attention/flash4_vectors.cu"
+}
+#undef attention_kernel
+
+static const AttentionKernel *const variants[] = {&Flash1::flash1_rows, &Flash2::flash2_coalesced, &Flash3::flash3_registers,
+                                                  &Flash4::flash4_vectors};
 
 static void *device_alloc(size_t bytes)
 {
@@ -54,7 +67,7 @@ static void test_shapes(const AttentionKernel *kernel)
 {
     static const struct { int64_t B, NH, T, HS; } shapes[] = {
         {2, 2, 1, 8},   {1, 3, 3, 1},   {1, 2, 17, 40}, {1, 1, 31, 128}, {1, 2, 33, 3},  {2, 1, 64, 32},
-        {1, 2, 65, 31}, {1, 1, 66, 72}, {1, 1, 97, 64}, {1, 1, 129, 33}, {1, 1, 130, 96},
+        {1, 2, 65, 31}, {1, 1, 66, 72}, {1, 1, 97, 64}, {1, 1, 129, 33}, {1, 1, 130, 96}, {1, 1, 201, 12},
     };
     for (int dtype = 0; dtype < DTYPE_COUNT; dtype++)
         for (size_t k = 0; k < sizeof shapes / sizeof shapes[0]; k++) {
