@@ -20,8 +20,11 @@ def run_one(path):
     """Runs one test, shows its output; returns (passed, failed, skipped)."""
     command = [sys.executable, path] if path.endswith(".py") else [path]
     start = time.time()
+    # Idle OpenMP threads sleep soon, as the trainer's do (layers/cpu.h): tests share the machine with what they start.
+    environment = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0", **os.environ}
     print(f"== {os.path.basename(path)}", flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                               env=environment)
     last = ""
     for line in process.stdout:
         if CLOSING.match(line.strip()):
