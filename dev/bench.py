@@ -2,6 +2,7 @@
 """Measures the trainer as a whole and runs the bench programs: `make bench` calls it.
 
     python3 dev/bench.py [BENCH_PROGRAM ...]
+    python3 dev/bench.py --readme        writes the tables of README.md anew from dev/results, and measures nothing
 
 For each configuration below it trains a few steps on random tokens and reports the median time of a step, tokens a second, and
 the peak resident memory beside the plan that the trainer printed. Where PyTorch is importable the same steps run through
@@ -146,7 +147,56 @@ def print_row(row):
     print("  ".join(f"{value:<36}" if key == "what" else f"{key} {value}" for key, value in row.items()), flush=True)
 
 
+def read_rows(path):
+    """Rows of a CSV under dev/results; lines that begin with # are its remarks."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def attention_table(machine, rows):
+    """Forward / backward rates of every kernel, a line a shape."""
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    unit = 1e3 if machine.startswith("cpu") else 1.0
+    lines = [f"{machine}, {'GFLOP/s' if unit == 1e3 else 'TFLOP/s'} forward / backward:", "",
+             "| shape | " + " | ".join(f"`{kernel}`" for kernel in kernels) + " |", "|---|" + "---|" * len(kernels)]
+    cells = {}
+    for row in rows:
+        shape = f"B{row['B']} NH{row['NH']} T{row['T']} HS{row['HS']} {row['dtype']}"
+        rates = [float(row[f"{way}_gflops"]) / (1 if unit == 1e3 else 1e3) for way in ("forward", "backward")]
+        cells.setdefault(shape, {})[row["kernel"]] = " / ".join(f"{rate:.3g}" if rate < 100 else f"{rate:.0f}" for rate in rates)
+    for shape, found in cells.items():
+        lines.append(f"| {shape} | " + " | ".join(found.get(kernel, "") for kernel in kernels) + " |")
+    return lines
+
+
+def trainer_table(machine, rows):
+    """The columns of trainer.csv that have anything in them."""
+    columns = [column for column in rows[0] if any(row[column] for row in rows)]
+    lines = [f"{machine}:", "", "| " + " | ".join(columns) + " |", "|---|" + "---|" * (len(columns) - 1)]
+    return lines + ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
+
+
+def write_readme():
+    """Replaces what stands between <!-- bench NAME --> and <!-- end --> by the tables of dev/results/*/NAME.csv."""
+    path = os.path.join(ROOT, "README.md")
+    with open(path) as file:
+        text = file.read()
+    for name, table in (("attention", attention_table), ("trainer", trainer_table)):
+        lines = []
+        for machine in sorted(os.listdir(os.path.join(ROOT, "dev", "results"))):
+            source = os.path.join(ROOT, "dev", "results", machine, f"{name}.csv")
+            if os.path.exists(source):
+                lines += [*table(machine, read_rows(source)), ""]
+        begin = text.index(f"<!-- bench {name} -->") + len(f"<!-- bench {name} -->\n")
+        text = text[:begin] + "\n".join(lines) + text[text.index("<!-- end -->", begin):]
+    with open(path, "w") as file:
+        file.write(text)
+
+
 def main():
+    if sys.argv[1:] == ["--readme"]:
+        write_readme()
+        return
     for program in sys.argv[1:]:
         print(f"== {os.path.basename(program)}", flush=True)
         if subprocess.run([program], cwd=ROOT).returncode:
