@@ -263,21 +263,33 @@ static int setup_data(Trainer *t)
     return 0;
 }
 
+/* Bytes of memory that this process holds now: code, libraries, what was read so far. */
+static double resident_bytes(void)
+{
+    long long size = 0, resident = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (file && fscanf(file, "%lld %lld", &size, &resident) != 2) resident = 0;
+    if (file) fclose(file);
+    return (double)resident * (double)sysconf(_SC_PAGESIZE);
+}
+
 static void print_plan(Trainer *t)
 {
     const GptConfig *c = &t->config;
     GptPlan plan = gpt_plan(c, &t->gpt_options, t->backend, t->attention);
-    char text[256], parts[6][32];
-    size_t bytes[6] = {plan.parameters, plan.gradients, plan.optimizer, plan.activations, plan.scratch, plan.total};
+    char text[256], parts[7][32];
+    double program = t->backend->device == ATTENTION_CPU ? resident_bytes() : 0; /* it shares the memory on a CPU only */
+    double bytes[7] = {(double)plan.parameters, (double)plan.gradients, (double)plan.optimizer, (double)plan.activations,
+                       (double)plan.scratch, program, (double)plan.total + program};
     t->backend->describe(text, sizeof text, t->stream);
-    for (int i = 0; i < 6; i++) display_bytes(parts[i], sizeof parts[i], (double)bytes[i]);
+    for (int i = 0; i < 7; i++) display_bytes(parts[i], sizeof parts[i], bytes[i]);
     printf("device   %s, %s\n", text, t->backend->name);
     printf("model    %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %.2fM parameters\n", (long long)c->layers,
            (long long)c->heads, (long long)c->channels, (long long)c->context, (long long)c->vocab,
            (double)plan.parameters_count * 1e-6);
     printf("kernel   attention %s: %s\n", t->attention->name, t->attention->summary);
-    printf("memory   parameters %s + gradients %s + optimizer %s + activations %s + scratch %s = %s\n", parts[0], parts[1], parts[2],
-           parts[3], parts[4], parts[5]);
+    printf("memory   parameters %s + gradients %s + optimizer %s + activations %s + scratch %s%s%s = %s\n", parts[0], parts[1], parts[2],
+           parts[3], parts[4], program > 0 ? " + program " : "", program > 0 ? parts[5] : "", parts[6]);
 }
 
 /* Makes the model and fills it: from a checkpoint, with moments and state where the run resumes, or from the seed. */
