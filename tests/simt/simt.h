@@ -34,14 +34,16 @@
  *   - races in shared memory: two threads, one byte, at least one of them writing, not both atomically, with neither a
  *     barrier nor a collective of their warp between. CUDA itself promises an order of memory only for __syncwarp; that a
  *     shuffle or vote orders memory too is a leniency of this emulation;
- *   - global accesses outside an allocation and misaligned ones (through the sanitizers, whose report is preceded by a
- *     line with kernel, block and thread); fresh memory is NaN, so results computed from it are NaN;
+ *   - global accesses outside an allocation and misaligned ones, through the sanitizers, whose report is preceded by a
+ *     line with kernel, block and thread (just beside an allocation AddressSanitizer calls it use-after-poison); fresh
+ *     memory is NaN, so results computed from it are NaN;
  *   - launches a GPU would refuse: returned as the error that CUDA returns, with a line on stderr. kernel_launch is
  *     [[nodiscard]], so dropping that error is a warning of the compiler.
  *
  * What it cannot find: anything of time or of the memory model (a missing __threadfence, a load the hardware moves); races
  * in global memory, between threads or blocks, except where the order of execution changes the result; blocks that wait for
  * one another (they run in sequence, so such a kernel hangs; where it waits with atomics or __nanosleep that is reported);
+ * misaligned copies of whole vectors in global memory where clang compiles (its sanitizer does not look, that of g++ does);
  * reads of global memory that nobody wrote, except by their NaN; races that more than two readers of one byte hide from
  * each other in one run (other seeds show them); warp-level instructions written as PTX. Registers, occupancy and launch
  * bounds are not modelled.

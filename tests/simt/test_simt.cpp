@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "simt_machine.h"
 #include "tests/test.h"
 
 /* n elements of device memory, read and written in place. Copies, as a launch makes them, share the memory. */
@@ -235,15 +236,21 @@ static void test_faults(void)
     test_fault<SPIN>("no thread of the block gets on");
     test_fatal<READ_BEYOND>("read out of bounds");
     test_fatal<RETURNED_BEFORE_BARRIER>("divergent barrier");
-#ifdef __SANITIZE_ADDRESS__
-    test_fatal<GLOBAL_BEYOND>("AddressSanitizer");
-    test_fatal<GLOBAL_BEFORE>("AddressSanitizer");
-    test_fatal<NULL_POINTER>("null pointer");
-    test_fatal<GLOBAL_MISALIGNED>("runtime error: ");
+    if (__asan_poison_memory_region) {
+        test_fatal<GLOBAL_BEYOND>("AddressSanitizer");
+        test_fatal<GLOBAL_BEFORE>("AddressSanitizer");
+#ifdef __clang__
+        test_fatal<NULL_POINTER>("SEGV");
+        TEST("fatal: misaligned vectors");
+        SKIP("clang's sanitizer does not check where a whole struct is copied from or to; g++'s does");
 #else
-    test_fatal<GLOBAL_BEYOND>("out of bounds: byte 256 of an allocation of 256");
-    test_fatal<GLOBAL_BEFORE>("out of bounds: byte -4 of an allocation of 256");
+        test_fatal<NULL_POINTER>("null pointer");
+        test_fatal<GLOBAL_MISALIGNED>("runtime error: store to misaligned address");
 #endif
+    } else { /* only where this file is compiled by hand: the fences do their work */
+        test_fatal<GLOBAL_BEYOND>("out of bounds: byte 256 of an allocation of 256");
+        test_fatal<GLOBAL_BEFORE>("out of bounds: byte -4 of an allocation of 256");
+    }
 }
 
 /* --- launches and the host ----------------------------------------------------------------------------------------- */
