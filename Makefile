@@ -42,7 +42,9 @@ OPTIMIZE := -O3 $(MARCH_FLAGS) -fno-math-errno -fno-trapping-math -g
 ifneq ($(DEBUG),0)
 OPTIMIZE := -O1 $(MARCH_FLAGS) -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 endif
-CPPFLAGS += -I. -D_GNU_SOURCE $(BLAS_FLAGS) $(if $(CUDA_ARCH),-DHAVE_CUDA)
+# The benches are C and take the CUDA runtime's C interface from where nvcc has it.
+CUDA_HOME := $(if $(CUDA_ARCH),$(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC))))))
+CPPFLAGS += -I. -D_GNU_SOURCE $(BLAS_FLAGS) $(if $(CUDA_ARCH),-DHAVE_CUDA -isystem $(CUDA_HOME)/include)
 CFLAGS += -std=gnu11 $(OPTIMIZE) $(WARNINGS) $(OPENMP_FLAGS) -fPIC -pthread
 LDLIBS += $(BLAS_LIBS) -lm -ldl -lpthread
 LDFLAGS += $(OPENMP_FLAGS) $(if $(filter-out 0,$(DEBUG)),-fsanitize=address -fsanitize=undefined) -rdynamic
@@ -68,8 +70,12 @@ TESTS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
 SIMT_TESTS := $(patsubst %.cpp,$(BUILD)/%,$(wildcard tests/simt/test_*.cpp))
 BENCHES := $(patsubst dev/%.c,$(BUILD)/dev/%,$(wildcard dev/bench_*.c))
 KERNELS := $(patsubst dev/attention/%.c,$(BUILD)/attention/%.so,$(wildcard dev/attention/*.c))
+ifneq ($(CUDA_ARCH),)
+KERNELS += $(patsubst dev/attention/%.cu,$(BUILD)/attention/%.so,$(wildcard dev/attention/*.cu))
+endif
+LIBATTENTION := $(BUILD)/libattention.so
 
-.PHONY: all run test test-c test-simt tests fuzz bench kernels clean help
+.PHONY: all run test test-c test-simt tests fuzz bench kernels libattention clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -78,7 +84,7 @@ all: $(TRAIN)  ## build train_gpt (the default)
 run: all  ## prepare a corpus offline and train on it for about a minute: make run [TEXT=FILE]
 	@$(PYTHON) dev/run.py --train ./$(TRAIN) $(if $(TEXT),--text "$(TEXT)")
 
-test: all $(TESTS) $(SIMT_TESTS) $(KERNELS)  ## build and run every test that this machine can run
+test: all $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)  ## build and run every test that this machine can run
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS) $(SIMT_TESTS) $(wildcard tests/test_*.py)
 
 test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: under sanitizers)
@@ -87,7 +93,7 @@ test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: unde
 test-simt: $(SIMT_TESTS)  ## the CUDA kernels on the CPU, under the emulation of tests/simt
 	@$(PYTHON) tests/run.py $(SIMT_TESTS)
 
-tests: $(TESTS) $(SIMT_TESTS) $(KERNELS)
+tests: $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)
 
 fuzz:  ## feed damaged files to every reader, under sanitizers: make fuzz [SECONDS_TO_FUZZ=60]
 	@$(MAKE) --no-print-directory DEBUG=1 build/debug/tests/fuzz_readers
@@ -98,6 +104,8 @@ bench: all $(BENCHES) $(KERNELS)  ## measure speed and memory; tables on stdout 
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) $(PYTHON) dev/bench.py $(BENCHES)
 
 kernels: $(KERNELS)  ## build every standalone attention kernel of dev/attention as a .so in build/attention
+
+libattention: $(LIBATTENTION)  ## build the attention kernels as a library for PyTorch (dev/torch_attention.py)
 
 clean:  ## remove everything that was built (runs/ stays)
 	rm -rf build train_gpt
@@ -160,8 +168,17 @@ endif
 $(BUILD)/dev/%: $(BUILD)/dev/%.c.o $(OBJECTS)
 	$(LINK) $(filter %.o,$^) -o $@ $(LDLIBS)
 
-$(BUILD)/attention/%.so: dev/attention/%.c $(BUILD)/flags
+EXPORTS := attention/exports.map
+$(BUILD)/attention/%.so: dev/attention/%.c $(EXPORTS) $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -MF $@.d -shared $< -o $@ -lm
+	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -MF $@.d -shared $< -o $@ -Wl,--version-script=$(EXPORTS) -lm
+
+$(BUILD)/attention/%.so: dev/attention/%.cu $(EXPORTS) $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $@.d -shared $< -o $@ -Xlinker --version-script=$(EXPORTS)
+
+$(LIBATTENTION): $(filter $(BUILD)/attention/%,$(OBJECTS)) $(EXPORTS)
+	$(LINK) -shared $(filter %.o,$^) -o $@ $(if $(CUDA_ARCH),-Xlinker ,-Wl,)--version-script=$(EXPORTS) \
+	    $(if $(CUDA_ARCH),-lcublas -lcublasLt) -lm -ldl -lpthread
 
 -include $(shell find $(BUILD) -maxdepth 3 -name '*.d' 2>/dev/null)
