@@ -357,7 +357,10 @@ static inline int run_kernel(const AttentionKernel *kernel, const Problem *probl
     return status;
 }
 
-/* --- the judgement ------------------------------------------------------------------------------------------------- */
+/* --- the judgement -------------------------------------------------------------------------------------------------- */
+
+/* The largest error seen since the caller last cleared it, as a share of what was allowed: tests print it for each kernel. */
+static double judge_worst[DTYPE_COUNT][QUANTITY_COUNT];
 
 /* One quantity of one stripe: rows `first` to `last` - 1 of all rows. */
 static inline int judge_stripe(const Problem *problem, const Result *result, int quantity, int64_t first, int64_t last,
@@ -388,6 +391,7 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
     double u = quantity == QUANTITY_LSE ? unit_roundoff[DTYPE_FP32] : unit_roundoff[shape->dtype];
     const Bound *bound = &bounds[shape->dtype][quantity];
     double allowed = FACTOR * plain + bound->terms * u * terms + bound->logits * unit_roundoff[DTYPE_FP32] * logits;
+    if (worst > 0) judge_worst[shape->dtype][quantity] = larger(judge_worst[shape->dtype][quantity], worst / allowed);
     if (worst <= allowed) return 0;
     return judge_fault(judgement, "%s head %lld rows %lld to %lld: error %.3g, allowed %.3g (plain computation %.3g)",
                        names[quantity], (long long)head, (long long)from, (long long)(from + last - first - 1), worst,
@@ -404,6 +408,24 @@ static inline int judge_result(const Problem *problem, const Result *result, Jud
                 int64_t end = t + STRIPE < T ? t + STRIPE : T;
                 if (judge_stripe(problem, result, quantity, head * T + t, head * T + end, judgement)) return -1;
             }
+    return 0;
+}
+
+/* The same where the truth is known of some queries of each head only, and dO is 0 in the others: O, LSE and dQ of these
+ * rows, one by one, and all of dK and dV. */
+static inline int judge_rows(const Problem *problem, const Result *result, const int64_t *rows, int64_t count,
+                             Judgement *judgement)
+{
+    int64_t T = problem->shape.T, heads = problem->shape.B * problem->shape.NH;
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
+        int by_key = quantity == QUANTITY_DK || quantity == QUANTITY_DV;
+        for (int64_t head = 0; head < heads; head++)
+            for (int64_t n = 0; n < (by_key ? (T + STRIPE - 1) / STRIPE : count); n++) {
+                int64_t first = by_key ? n * STRIPE : rows[n], last = by_key ? first + STRIPE : first + 1;
+                if (judge_stripe(problem, result, quantity, head * T + first, head * T + (last < T ? last : T), judgement))
+                    return -1;
+            }
+    }
     return 0;
 }
 

@@ -172,70 +172,80 @@ static inline float dot_in_float(const float *x, const float *y, int64_t n)
     return sum;
 }
 
-/* The plain computation of one head: P (T, T) and dS (T, T) materialised, each sum in fp32 in the order of the formula. */
-static inline void plain_head(Problem *problem, int64_t head, float *P, float *dS)
+/* The plain computation of query row i of one head: its rows of P and dS materialised in `row` (2, T), each sum in fp32 in
+ * the order of the formula. */
+static inline void plain_row(Problem *problem, int64_t head, int64_t i, float *row)
 {
     int64_t T = problem->shape.T, HS = problem->shape.HS, base = head * T * HS;
     Dtype dtype = problem->shape.dtype;
-    float scale = problem->shape.scale;
-    const float *Q = problem->input[INPUT_Q] + base, *K = problem->input[INPUT_K] + base;
-    const float *V = problem->input[INPUT_V] + base, *dO = problem->input[INPUT_DO] + base;
-    for (int64_t i = 0; i < T; i++) {
-        float *p = P + i * T, *ds = dS + i * T, max = -INFINITY, sum = 0, D = 0;
-        for (int64_t j = 0; j <= i; j++) {
-            p[j] = scale * dot_in_float(Q + i * HS, K + j * HS, HS);
-            if (p[j] > max) max = p[j];
-        }
-        if (max == -INFINITY) max = 0;
-        for (int64_t j = 0; j <= i; j++) sum += p[j] = expf(p[j] - max);
-        problem->plain[QUANTITY_LSE][head * T + i] = max + logf(sum);
-        for (int64_t j = 0; j <= i; j++) {
-            p[j] = round_to(p[j] / sum, dtype);
-            ds[j] = dot_in_float(dO + i * HS, V + j * HS, HS);
-            D += p[j] * ds[j];
-        }
-        for (int64_t j = 0; j <= i; j++) ds[j] = round_to(scale * p[j] * (ds[j] - D), dtype);
-        for (int64_t j = 0; j <= i; j++) {
-            add_scaled_float(problem->plain[QUANTITY_O] + base + i * HS, p[j], V + j * HS, HS);
-            add_scaled_float(problem->plain[QUANTITY_DQ] + base + i * HS, ds[j], K + j * HS, HS);
-            add_scaled_float(problem->plain[QUANTITY_DK] + base + j * HS, ds[j], Q + i * HS, HS);
-            add_scaled_float(problem->plain[QUANTITY_DV] + base + j * HS, p[j], dO + i * HS, HS);
-        }
+    float scale = problem->shape.scale, *p = row, *ds = row + T, max = -INFINITY, sum = 0, D = 0;
+    const float *q = problem->input[INPUT_Q] + base + i * HS, *dout = problem->input[INPUT_DO] + base + i * HS;
+    const float *K = problem->input[INPUT_K] + base, *V = problem->input[INPUT_V] + base;
+    for (int64_t j = 0; j <= i; j++) {
+        p[j] = scale * dot_in_float(q, K + j * HS, HS);
+        if (p[j] > max) max = p[j];
     }
-    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
-        if (quantity == QUANTITY_LSE) continue;
-        float *values = problem->plain[quantity] + base;
-        for (int64_t k = 0; k < T * HS; k++) values[k] = round_to(values[k], dtype);
+    if (max == -INFINITY) max = 0;
+    for (int64_t j = 0; j <= i; j++) sum += p[j] = expf(p[j] - max);
+    problem->plain[QUANTITY_LSE][head * T + i] = max + logf(sum);
+    for (int64_t j = 0; j <= i; j++) {
+        p[j] = round_to(p[j] / sum, dtype);
+        ds[j] = dot_in_float(dout, V + j * HS, HS);
+        D += p[j] * ds[j];
+    }
+    for (int64_t j = 0; j <= i; j++) ds[j] = round_to(scale * p[j] * (ds[j] - D), dtype);
+    for (int64_t j = 0; j <= i; j++) {
+        add_scaled_float(problem->plain[QUANTITY_O] + base + i * HS, p[j], V + j * HS, HS);
+        add_scaled_float(problem->plain[QUANTITY_DQ] + base + i * HS, ds[j], K + j * HS, HS);
+        add_scaled_float(problem->plain[QUANTITY_DK] + base + j * HS, ds[j], q, HS);
+        add_scaled_float(problem->plain[QUANTITY_DV] + base + j * HS, p[j], dout, HS);
     }
 }
 
-/* Computes truth and plain results from the inputs as they are now. */
-static inline void problem_solve(Problem *problem)
+/* The plain results of a head as its type holds them. */
+static inline void plain_round(Problem *problem, int64_t head)
+{
+    int64_t count = problem->shape.T * problem->shape.HS;
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
+        if (quantity == QUANTITY_LSE) continue;
+        float *values = problem->plain[quantity] + head * count;
+        for (int64_t k = 0; k < count; k++) values[k] = round_to(values[k], problem->shape.dtype);
+    }
+}
+
+/* Computes truth and plain results from the inputs as they are now. With `rows` (count) not NULL, of these queries of each
+ * head only: then dK and dV are whole only where dO is 0 in all others. */
+static inline void problem_solve_rows(Problem *problem, const int64_t *rows, int64_t count)
 {
     int64_t T = problem->shape.T, heads = problem->shape.B * problem->shape.NH;
     for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++) {
-        size_t rows = (size_t)(heads * T), count = rows * (size_t)quantity_width(&problem->shape, quantity);
-        memset(problem->truth[quantity], 0, count * sizeof(double));
-        memset(problem->plain[quantity], 0, count * sizeof(float));
-        memset(problem->terms[quantity], 0, rows * sizeof(double));
-        memset(problem->logits[quantity], 0, rows * sizeof(double));
+        size_t all = (size_t)(heads * T), elements = all * (size_t)quantity_width(&problem->shape, quantity);
+        memset(problem->truth[quantity], 0, elements * sizeof(double));
+        memset(problem->plain[quantity], 0, elements * sizeof(float));
+        memset(problem->terms[quantity], 0, all * sizeof(double));
+        memset(problem->logits[quantity], 0, all * sizeof(double));
     }
 #pragma omp parallel
     {
         double *row = (double *)allocate_zeros(3 * T, sizeof(double));
-        float *matrices = (float *)allocate_zeros(2 * T * T, sizeof(float));
+        float *plain = (float *)allocate_zeros(2 * T, sizeof(float));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t head = 0; head < heads; head++) {
-            for (int64_t i = 0; i < T; i++) truth_row(problem, head, i, row);
-            plain_head(problem, head, matrices, matrices + T * T);
+            for (int64_t n = 0; n < (rows ? count : T); n++) {
+                truth_row(problem, head, rows ? rows[n] : n, row);
+                plain_row(problem, head, rows ? rows[n] : n, plain);
+            }
+            plain_round(problem, head);
         }
         free(row);
-        free(matrices);
+        free(plain);
     }
 }
 
-/* A problem with random inputs, solved. problem_free() it. */
-static inline Problem problem_create(AttentionShape shape, InputKind kind, uint64_t seed)
+static inline void problem_solve(Problem *problem) { problem_solve_rows(problem, NULL, 0); }
+
+/* A problem with random inputs, not yet solved. problem_free() it. */
+static inline Problem problem_open(AttentionShape shape, InputKind kind, uint64_t seed)
 {
     Problem problem;
     problem.shape = shape;
@@ -250,6 +260,13 @@ static inline Problem problem_create(AttentionShape shape, InputKind kind, uint6
         problem.logits[quantity] = (double *)allocate_zeros(rows, sizeof(double));
     }
     problem_fill(&problem, kind, seed);
+    return problem;
+}
+
+/* A problem with random inputs, solved. problem_free() it. */
+static inline Problem problem_create(AttentionShape shape, InputKind kind, uint64_t seed)
+{
+    Problem problem = problem_open(shape, kind, seed);
     problem_solve(&problem);
     return problem;
 }

@@ -1,8 +1,12 @@
 /* test_attention.c - every attention kernel of the table, and every standalone one that is built, against the float64 truth;
  * the checker against kernels that are wrong on purpose; the choice of a kernel by name, "auto" and path.
+ *
+ * Kernels for a GPU take part where one is visible to a binary built for it. With FLASHGPT_SANITIZE set only they run, on a
+ * few small shapes: for compute-sanitizer, under which all is slow.
  */
 #include "tests/attention_check.h"
 #include "tests/attention_faults.h"
+#include "tests/attention_gpu.h"
 #include "tests/test.h"
 
 #include <glob.h>
@@ -15,9 +19,9 @@ static void omp_set_num_threads(int n) { (void)n; }
 static int omp_get_max_threads(void) { return 1; }
 #endif
 
-static AttentionShape shape_of(int64_t B, int64_t NH, int64_t T, int64_t HS)
+static AttentionShape shape_of(int64_t B, int64_t NH, int64_t T, int64_t HS, Dtype dtype)
 {
-    return (AttentionShape){.B = B, .T = T, .NH = NH, .HS = HS, .scale = attention_scale(HS), .dtype = DTYPE_FP32,
+    return (AttentionShape){.B = B, .T = T, .NH = NH, .HS = HS, .scale = attention_scale(HS), .dtype = dtype,
                             .deterministic = 1};
 }
 
@@ -30,7 +34,7 @@ static int rejects(const AttentionKernel *kernel, Judgement *judgement)
         {45, 8, INPUT_NORMAL, -1}, {45, 8, INPUT_HIGH, -1}, {45, 8, INPUT_LOW, -1}, {45, 8, INPUT_NORMAL, 20},
     };
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
-        Problem problem = problem_create(shape_of(1, 2, cases[k].T, cases[k].HS), cases[k].kind, 7 + k);
+        Problem problem = problem_create(shape_of(1, 2, cases[k].T, cases[k].HS, DTYPE_FP32), cases[k].kind, 7 + k);
         if (cases[k].nan_row >= 0) {
             for (int part = INPUT_K; part <= INPUT_V; part++)
                 problem.input[part][cases[k].nan_row * cases[k].HS + 1] = NAN;
@@ -58,20 +62,56 @@ static void test_faults(void)
         CHECK(rejected == (fault != FAULT_NONE), "rejected: %d (%s)", rejected, judgement.text);
         if (getenv("VERBOSE") && rejected) printf("   as it should: %s\n", judgement.text);
     }
+    memset(judge_worst, 0, sizeof judge_worst);
 }
 
 /* --- kernels ------------------------------------------------------------------------------------------------------- */
 
-/* Runs one problem over layouts and alignments; where that is much work, a slow kernel gets one of them. */
-static void check_layouts(const AttentionKernel *kernel, const Problem *problem, const char *what)
+/* A kernel under test, and the largest errors that it has shown, as shares of what is allowed. */
+typedef struct Subject {
+    const AttentionKernel *kernel;
+    const Machine *machine;
+    double worst[DTYPE_COUNT][QUANTITY_COUNT];
+    int checks[DTYPE_COUNT];
+} Subject;
+
+static const char *const dtype_names[DTYPE_COUNT] = {"fp32", "bf16"};
+
+/* Ends what was recorded for a subject since judge_worst was cleared. */
+static void record_worst(Subject *subject, Dtype dtype)
 {
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++)
+        subject->worst[dtype][quantity] = larger(subject->worst[dtype][quantity], judge_worst[dtype][quantity]);
+    subject->checks[dtype]++;
+    memset(judge_worst, 0, sizeof judge_worst);
+}
+
+/* Whether the subject takes a shape; a skip with its reason where it does not. */
+static int takes(const Subject *subject, const AttentionShape *shape)
+{
+    const char *reason = subject->kernel->refuse(shape, subject->machine->sm);
+    if (reason && !test_state.skipped_now) SKIP("%s refuses: %s", subject->kernel->name, reason);
+    return !reason;
+}
+
+/* Runs one problem over layouts and alignments; where that is much work, a slow kernel gets one of them. On a GPU half of
+ * the calls leave out the promise of determinism, under which a kernel may take another way. */
+static void check_layouts(Subject *subject, const Problem *problem, const char *what)
+{
+    const AttentionKernel *kernel = subject->kernel;
+    int on_gpu = subject->machine->device == ATTENTION_CUDA;
     int64_t work = problem->shape.T * problem->shape.T * problem->shape.HS;
-    int only = strcmp(kernel->name, "tiled") != 0 && work > 8 << 20 ? (int)(problem->shape.T % LAYOUT_FAR) : -1;
+    int slow = !on_gpu && strcmp(kernel->name, "tiled") != 0;
+    int only = slow && work > 8 << 20 ? (int)(problem->shape.T % LAYOUT_FAR) : -1;
+    if (!takes(subject, &problem->shape)) return;
     for (int layout = 0; layout < LAYOUT_FAR; layout++) {
         if (only >= 0 && layout != only) continue;
+        Problem variant = *problem;
         Judgement judgement = {""};
         int unaligned = layout % 2;
-        int status = check_kernel(kernel, problem, layout, unaligned, &cpu_machine, &judgement);
+        variant.shape.deterministic = !on_gpu || layout < LAYOUT_PACKED;
+        int status = check_kernel(kernel, &variant, layout, unaligned, subject->machine, &judgement);
+        record_worst(subject, problem->shape.dtype);
         CHECK(status == 0, "%s B %lld NH %lld T %lld HS %lld, layout %s%s: %s", what, (long long)problem->shape.B,
               (long long)problem->shape.NH, (long long)problem->shape.T, (long long)problem->shape.HS, layout_names[layout],
               unaligned ? " unaligned" : "", judgement.text);
@@ -79,7 +119,7 @@ static void check_layouts(const AttentionKernel *kernel, const Problem *problem,
 }
 
 /* Every T of the list and every HS of the list at least once; all of both where they are small. */
-static void test_shapes(const AttentionKernel *const *kernels, size_t count)
+static void test_shapes(Subject *subjects, size_t count, Dtype dtype)
 {
     static const int64_t lengths[] = {1,   2,   3,   15,  16,  17,   63,   64,   65,   100,  127,
                                       128, 129, 250, 300, 704, 1000, 1022, 1023, 1024, 1025, 4224};
@@ -92,57 +132,64 @@ static void test_shapes(const AttentionKernel *const *kernels, size_t count)
             if (T > 17 && T <= 300 && k % 5 != t % 5) continue;
             if (T > 300 && T < 4224 && k != (t * 3 + 2) % DIMS) continue;
             if (T == 4224 && dims[k] != 8) continue;
-            Problem problem = problem_create(shape_of(T < 100 ? 2 : 1, T < 300 ? 3 : 1, T, dims[k]), INPUT_NORMAL,
+            Problem problem = problem_create(shape_of(T < 100 ? 2 : 1, T < 300 ? 3 : 1, T, dims[k], dtype), INPUT_NORMAL,
                                              (uint64_t)(T * 1000 + dims[k]));
             for (size_t n = 0; n < count; n++) {
-                TEST("%s: T %lld, HS %lld", kernels[n]->name, (long long)T, (long long)dims[k]);
-                check_layouts(kernels[n], &problem, "normal");
+                TEST("%s: %s, T %lld, HS %lld", subjects[n].kernel->name, dtype_names[dtype], (long long)T,
+                     (long long)dims[k]);
+                check_layouts(&subjects[n], &problem, "normal");
             }
             problem_free(&problem);
         }
     }
 }
 
-static void test_logits(const AttentionKernel *kernel)
+static void test_logits(Subject *subject, Dtype dtype)
 {
     static const char *const names[] = {"normal", "+1e5", "-1e5", "-1e5 to 1e5"};
     for (int kind = INPUT_HIGH; kind <= INPUT_SPREAD; kind++) {
-        TEST("%s: logits of %s", kernel->name, names[kind]);
+        TEST("%s: %s, logits of %s", subject->kernel->name, dtype_names[dtype], names[kind]);
         for (int64_t T = 1; T <= 201; T += 100) {
-            Problem problem = problem_create(shape_of(1, 2, T, 64), kind, 11);
-            check_layouts(kernel, &problem, names[kind]);
+            Problem problem = problem_create(shape_of(1, 2, T, 64, dtype), kind, 11);
+            check_layouts(subject, &problem, names[kind]);
             problem_free(&problem);
         }
     }
 }
 
 /* A value that is no number, in each input in turn: the truth says where it may arrive. */
-static void test_not_finite(const AttentionKernel *kernel)
+static void test_not_finite(Subject *subject, Dtype dtype)
 {
     static const struct { const char *name; float value; } values[] = {{"NaN", NAN}, {"+inf", INFINITY}};
     static const char *const parts[] = {"Q", "K", "V", "dO"};
     static const int64_t rows[] = {0, 5, 70, 129};
     for (size_t v = 0; v < 2; v++)
         for (int part = 0; part < INPUT_COUNT; part++) {
-            TEST("%s: %s in one row of %s reaches no row it may not", kernel->name, values[v].name, parts[part]);
+            TEST("%s: %s, %s in one row of %s reaches no row it may not", subject->kernel->name, dtype_names[dtype],
+                 values[v].name, parts[part]);
             for (size_t r = 0; r < sizeof rows / sizeof rows[0]; r++) {
-                Problem problem = problem_create(shape_of(1, 2, 130, 16), INPUT_NORMAL, 13);
+                Problem problem = problem_create(shape_of(1, 2, 130, 16, dtype), INPUT_NORMAL, 13);
                 problem.input[part][(130 + rows[r]) * 16 + 3] = values[v].value;
                 problem_solve(&problem);
-                check_layouts(kernel, &problem, values[v].name);
+                check_layouts(subject, &problem, values[v].name);
                 problem_free(&problem);
             }
         }
 }
 
-static void test_many_heads(const AttentionKernel *kernel)
+static void test_many_heads(Subject *subject, Dtype dtype)
 {
-    TEST("%s: more than 65535 heads", kernel->name);
-    for (int64_t T = 1; T <= 3; T++) {
-        Problem problem = problem_create(T == 2 ? shape_of(1, 65537, T, 8) : shape_of(65537, 1, T, 8), INPUT_NORMAL, 17);
+    int on_gpu = subject->machine->device == ATTENTION_CUDA;
+    int64_t many = on_gpu ? 131072 : 65537;
+    TEST("%s: %s, %lld heads", subject->kernel->name, dtype_names[dtype], (long long)many);
+    for (int64_t T = on_gpu ? 2 : 1; T <= 3; T++) {
+        AttentionShape shape = T == 2 ? shape_of(1, many, T, 8, dtype) : shape_of(many, 1, T, 8, dtype);
+        if (!takes(subject, &shape)) return;
+        Problem problem = problem_create(shape, INPUT_NORMAL, 17);
         Judgement judgement = {""};
-        CHECK(check_kernel(kernel, &problem, LAYOUT_PACKED, 0, &cpu_machine, &judgement) == 0, "T %lld: %s", (long long)T,
-              judgement.text);
+        CHECK(check_kernel(subject->kernel, &problem, LAYOUT_PACKED, 0, subject->machine, &judgement) == 0, "T %lld: %s",
+              (long long)T, judgement.text);
+        record_worst(subject, dtype);
         problem_free(&problem);
     }
 }
@@ -150,7 +197,7 @@ static void test_many_heads(const AttentionKernel *kernel)
 static void test_far(const AttentionKernel *kernel)
 {
     TEST("%s: offsets beyond 2^31 elements", kernel->name);
-    Problem problem = problem_create(shape_of(2, 2, 17, 16), INPUT_NORMAL, 19);
+    Problem problem = problem_create(shape_of(2, 2, 17, 16, DTYPE_FP32), INPUT_NORMAL, 19);
     Judgement judgement = {""};
     int status = check_kernel(kernel, &problem, LAYOUT_FAR, 1, &cpu_machine, &judgement);
     if (status && strncmp(judgement.text, "not enough memory", 17) == 0)
@@ -162,19 +209,22 @@ static void test_far(const AttentionKernel *kernel)
 
 /* The same bits on every run, with any number of threads: also where tiled takes the other of its two ways through
  * backward, as it does for one head of several tiles when there is more than one thread. */
-static void test_repeats(const AttentionKernel *kernel)
+static void test_repeats(const Subject *subject, Dtype dtype)
 {
     static const struct { int64_t B, NH, T, HS; int repeats; } cases[] = {{1, 3, 70, 16, 250}, {1, 1, 300, 24, 40}};
-    int threads = omp_get_max_threads();
-    TEST("%s: 250 runs give the same bits, with 1 to 4 threads", kernel->name);
+    int threads = omp_get_max_threads(), on_gpu = subject->machine->device == ATTENTION_CUDA;
+    TEST("%s: %s, 250 runs give the same bits%s", subject->kernel->name, dtype_names[dtype],
+         on_gpu ? "" : ", with 1 to 4 threads");
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
-        Problem problem = problem_create(shape_of(cases[k].B, cases[k].NH, cases[k].T, cases[k].HS), INPUT_NORMAL, 23);
+        AttentionShape shape = shape_of(cases[k].B, cases[k].NH, cases[k].T, cases[k].HS, dtype);
+        if (!takes(subject, &shape)) return;
+        Problem problem = problem_open(shape, INPUT_NORMAL, 23);
         Result first = result_create(&problem.shape), again = result_create(&problem.shape);
         Judgement judgement = {""};
-        int status = run_kernel(kernel, &problem, LAYOUT_PACKED, 0, &cpu_machine, &first, &judgement);
+        int status = run_kernel(subject->kernel, &problem, LAYOUT_PACKED, 0, subject->machine, &first, &judgement);
         for (int run = 0; run < cases[k].repeats && !status; run++) {
-            omp_set_num_threads(1 + run % 4);
-            status = run_kernel(kernel, &problem, LAYOUT_PACKED, 0, &cpu_machine, &again, &judgement);
+            if (!on_gpu) omp_set_num_threads(1 + run % 4);
+            status = run_kernel(subject->kernel, &problem, LAYOUT_PACKED, 0, subject->machine, &again, &judgement);
             if (!status) status = compare_results(&problem.shape, &first, &again, &judgement);
         }
         omp_set_num_threads(threads);
@@ -186,33 +236,38 @@ static void test_repeats(const AttentionKernel *kernel)
 }
 
 /* B, T or NH of 0: nothing is read, nothing is written, and nothing needs to be there. */
-static void test_empty(const AttentionKernel *kernel)
+static void test_empty(const Subject *subject)
 {
+    const AttentionKernel *kernel = subject->kernel;
     TEST("%s: empty shapes", kernel->name);
     for (int k = 0; k < 3; k++) {
-        AttentionShape shape = shape_of(k != 0, k != 1, k != 2, 16);
+        AttentionShape shape = shape_of(k != 0, k != 1, k != 2, 16, DTYPE_FP32);
         AttentionInput in = {NULL, 0, 0, 0};
         AttentionOutput out = {NULL, 0, 0, 0};
-        char *scratch = malloc(kernel->scratch_bytes(&shape) + 1);
-        const char *reason = kernel->refuse(&shape, 0);
+        void *scratch = subject->machine->alloc(kernel->scratch_bytes(&shape) + 1), *stream = subject->machine->stream;
+        const char *reason = kernel->refuse(&shape, subject->machine->sm);
         CHECK(!reason, "refuses: %s", reason);
-        const char *forward = kernel->forward(out, NULL, NULL, scratch, in, in, in, &shape, NULL);
-        const char *backward = kernel->backward(out, out, out, scratch, in, in, in, in, in, NULL, NULL, &shape, NULL);
+        const char *forward = kernel->forward(out, NULL, NULL, scratch, in, in, in, &shape, stream);
+        const char *backward = kernel->backward(out, out, out, scratch, in, in, in, in, in, NULL, NULL, &shape, stream);
         CHECK(!forward && !backward, "forward: %s, backward: %s", forward, backward);
-        free(scratch);
+        subject->machine->free(scratch);
     }
 }
 
-static void test_refusals(const AttentionKernel *kernel)
+static void test_refusals(const Subject *subject)
 {
+    const AttentionKernel *kernel = subject->kernel;
+    int sm = subject->machine->sm;
     TEST("%s: refuses what it cannot do", kernel->name);
-    AttentionShape shape = shape_of(1, 1, 4, 8);
-    shape.dtype = DTYPE_BF16;
-    const char *reason = kernel->refuse(&shape, 0);
-    CHECK(reason && strstr(reason, "fp32"), "bf16: %s", reason ? reason : "not refused");
+    AttentionShape shape = shape_of(1, 1, 4, 8, DTYPE_BF16);
+    const char *reason = kernel->refuse(&shape, sm);
+    if (subject->machine->device == ATTENTION_CPU)
+        CHECK(reason && strstr(reason, "fp32"), "bf16: %s", reason ? reason : "not refused");
+    else
+        CHECK(kernel->refuse(&shape, 50), "sm_50 is not refused");
     shape.dtype = DTYPE_FP32;
     shape.HS = 0;
-    CHECK(kernel->refuse(&shape, 0), "HS 0 is not refused");
+    CHECK(kernel->refuse(&shape, sm), "HS 0 is not refused");
 }
 
 /* --- the choice ---------------------------------------------------------------------------------------------------- */
@@ -232,8 +287,7 @@ static void check_choice(const char *choice, AttentionDevice device, const Atten
 
 static void test_choice(void)
 {
-    AttentionShape shape = shape_of(1, 1, 16, 8), bf16 = shape;
-    bf16.dtype = DTYPE_BF16;
+    AttentionShape shape = shape_of(1, 1, 16, 8, DTYPE_FP32), bf16 = shape_of(1, 1, 16, 8, DTYPE_BF16);
     TEST("choice by name");
     check_choice("auto", ATTENTION_CPU, &shape, "tiled", NULL);
     check_choice("tiled", ATTENTION_CPU, &shape, "tiled", NULL);
@@ -291,7 +345,7 @@ static void test_objects(void)
          ATTENTION_ABI},
         {"no name", "attention_kernel", "ATTENTION_CPU", "0", "backward", "its field 'name' is empty", ATTENTION_ABI},
     };
-    AttentionShape shape = shape_of(1, 1, 16, 8), hated = shape_of(1, 1, 16, 99);
+    AttentionShape shape = shape_of(1, 1, 16, 8, DTYPE_FP32), hated = shape_of(1, 1, 16, 99, DTYPE_FP32);
     char folder[] = "/tmp/attention_test_XXXXXX", path[128], body[4096];
     if (!mkdtemp(folder)) {
         TEST("kernels from shared objects");
@@ -323,33 +377,337 @@ static void test_objects(void)
     rmdir(folder);
 }
 
+/* --- on a GPU only ------------------------------------------------------------------------------------------------- */
+
+/* Long sequences, whose full truth would take minutes: dO is 0 but in some rows, on both sides of what tiles there may be,
+ * so that these rows alone give all of dK and dV. */
+static void test_long(Subject *subjects, size_t count, Dtype dtype)
+{
+    static const struct { int64_t NH, T, HS; } cases[] = {{2, 4224, 64}, {2, 4224, 128}, {1, 32768, 64}};
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        int64_t T = cases[k].T, HS = cases[k].HS, rows[24];
+        enum { ROWS = sizeof rows / sizeof rows[0] };
+        Problem problem = problem_open(shape_of(1, cases[k].NH, T, HS, dtype), INPUT_NORMAL, 31);
+        for (int n = 0; n < ROWS; n++) rows[n] = n < 8 ? T - 1 - n * n : (n - 7) * T / 17 / 64 * 64 - n % 2;
+        for (int64_t at = 0; at < cases[k].NH * T; at++) {
+            int kept = 0;
+            for (int n = 0; n < ROWS; n++) kept = kept || rows[n] == at % T;
+            if (!kept) memset(problem.input[INPUT_DO] + at * HS, 0, (size_t)HS * sizeof(float));
+        }
+        problem_solve_rows(&problem, rows, ROWS);
+        for (size_t n = 0; n < count; n++) {
+            TEST("%s: %s, T %lld, HS %lld, in sampled rows", subjects[n].kernel->name, dtype_names[dtype], (long long)T,
+                 (long long)HS);
+            if (!takes(&subjects[n], &problem.shape)) continue;
+            Result result = result_create(&problem.shape);
+            Judgement judgement = {""};
+            int status = run_kernel(subjects[n].kernel, &problem, LAYOUT_PACKED, 0, subjects[n].machine, &result,
+                                    &judgement);
+            if (!status) status = judge_rows(&problem, &result, rows, ROWS, &judgement);
+            record_worst(&subjects[n], dtype);
+            CHECK(status == 0, "%s", judgement.text);
+            result_free(&result);
+        }
+        problem_free(&problem);
+    }
+}
+
+/* The tensors of a call too large for the host: packed QKV and its gradient, O and dO in rows. */
+typedef struct LargeCall {
+    AttentionShape shape;
+    size_t element, sequence; /* bytes of an element; elements of one sequence of (T, 3, NH, HS) */
+    unsigned char *qkv, *dqkv, *O, *dO, *LSE, *saved, *scratch;
+} LargeCall;
+
+static void large_free(LargeCall *call)
+{
+    unsigned char *all[] = {call->qkv, call->dqkv, call->O, call->dO, call->LSE, call->saved, call->scratch};
+    for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
+        if (all[k]) gpu.backend->free(all[k], gpu.stream);
+}
+
+/* Room for all of it, or -1. */
+static int large_alloc(LargeCall *call, const AttentionKernel *kernel)
+{
+    size_t B = (size_t)call->shape.B, part = call->sequence * B * call->element;
+    struct { unsigned char **memory; size_t bytes; } all[] = {
+        {&call->qkv, part}, {&call->dqkv, part}, {&call->O, part / 3}, {&call->dO, part / 3},
+        {&call->LSE, B * (size_t)(call->shape.NH * call->shape.T) * sizeof(float)},
+        {&call->saved, kernel->saved_bytes(&call->shape)}, {&call->scratch, kernel->scratch_bytes(&call->shape)},
+    };
+    for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
+        if (!(*all[k].memory = gpu.backend->alloc(all[k].bytes + 256, gpu.stream))) return -1;
+    return 0;
+}
+
+/* `values` (1, NH, T, HS) from or to one sequence on the GPU, whose rows are `stride` elements apart, the first at
+ * `offset`. */
+static void sequence_copy(const LargeCall *call, unsigned char *sequence, int64_t stride, int64_t offset, float *values,
+                          int from_gpu)
+{
+    int64_t T = call->shape.T, NH = call->shape.NH, HS = call->shape.HS;
+    size_t bytes = (size_t)(T * stride) * call->element;
+    unsigned char *host = allocate_zeros((int64_t)bytes, 1);
+    gpu_copy_out(host, sequence, bytes);
+    for (int64_t n = 0; n < NH * T * HS; n++) {
+        int64_t element = n / HS % T * stride + offset + n / HS / T * HS + n % HS;
+        unsigned char *at = host + (size_t)element * call->element;
+        uint32_t bits = 0;
+        if (from_gpu) {
+            memcpy(&bits, at, call->element);
+            if (call->element == 2) bits <<= 16;
+            memcpy(&values[n], &bits, 4);
+        } else {
+            memcpy(&bits, &values[n], 4);
+            if (call->element == 2) bits >>= 16;
+            memcpy(at, &bits, call->element);
+        }
+    }
+    if (!from_gpu) gpu_copy_in(sequence, host, bytes);
+    free(host);
+}
+
+static void sequence_write(const LargeCall *call, int64_t b, const Problem *problem)
+{
+    int64_t C = call->shape.NH * call->shape.HS;
+    size_t at = (size_t)b * call->sequence * call->element;
+    for (int part = INPUT_Q; part <= INPUT_V; part++)
+        sequence_copy(call, call->qkv + at, 3 * C, part * C, problem->input[part], 0);
+    sequence_copy(call, call->dO + at / 3, C, 0, problem->input[INPUT_DO], 0);
+}
+
+static void sequence_read(const LargeCall *call, int64_t b, Result *result)
+{
+    static const int gradients[3] = {QUANTITY_DQ, QUANTITY_DK, QUANTITY_DV};
+    int64_t C = call->shape.NH * call->shape.HS;
+    size_t at = (size_t)b * call->sequence * call->element, rows = (size_t)(call->shape.NH * call->shape.T) * sizeof(float);
+    for (int part = 0; part < 3; part++)
+        sequence_copy(call, call->dqkv + at, 3 * C, part * C, result->value[gradients[part]], 1);
+    sequence_copy(call, call->O + at / 3, C, 0, result->value[QUANTITY_O], 1);
+    gpu_copy_out(result->value[QUANTITY_LSE], call->LSE + (size_t)b * rows, rows);
+}
+
+/* Repeats the first `block` bytes up to `bytes`. */
+static void repeat_block(unsigned char *memory, size_t block, size_t bytes)
+{
+    for (size_t filled = block; filled < bytes; filled *= 2)
+        gpu.backend->copy(memory + filled, memory, filled < bytes - filled ? filled : bytes - filled, gpu.stream);
+}
+
+static const char *large_run(const LargeCall *call, const AttentionKernel *kernel)
+{
+    const AttentionShape *shape = &call->shape;
+    size_t element = call->element;
+    void *stream = gpu.backend->attention_stream(gpu.stream);
+    AttentionInput Q = attention_packed_input(call->qkv, 0, shape, element);
+    AttentionInput K = attention_packed_input(call->qkv, 1, shape, element);
+    AttentionInput V = attention_packed_input(call->qkv, 2, shape, element);
+    const char *fault = kernel->forward(attention_rows_output(call->O, shape), (float *)(void *)call->LSE, call->saved,
+                                        call->scratch, Q, K, V, shape, stream);
+    if (fault) return fault;
+    return kernel->backward(attention_packed_output(call->dqkv, 0, shape, element),
+                            attention_packed_output(call->dqkv, 1, shape, element),
+                            attention_packed_output(call->dqkv, 2, shape, element), call->scratch,
+                            attention_rows_input(call->dO, shape), Q, K, V, attention_rows_input(call->O, shape),
+                            (const float *)(void *)call->LSE, call->saved, shape, stream);
+}
+
+/* Packed tensors of more than 2^31 elements. All sequences are one problem's but the last, which is another's: an offset
+ * that wraps reads or writes the wrong one. */
+static void test_large(Subject *subject, Dtype dtype)
+{
+    LargeCall call = {.shape = shape_of(1, 16, 65, 64, dtype), .element = dtype == DTYPE_BF16 ? 2 : 4,
+                      .sequence = 65 * 3 * 1024};
+    TEST("%s: %s, packed tensors of more than 2^31 elements", subject->kernel->name, dtype_names[dtype]);
+    if (!takes(subject, &call.shape)) return;
+    Problem problems[2] = {problem_create(call.shape, INPUT_NORMAL, 37), problem_create(call.shape, INPUT_NORMAL, 41)};
+    call.shape.B = ((int64_t)1 << 31) / (int64_t)call.sequence + 2;
+    if (!takes(subject, &call.shape)) return;
+    if (large_alloc(&call, subject->kernel)) {
+        SKIP("this GPU has no room for %.1f GB", (double)call.shape.B * (double)(call.sequence * call.element) * 8 / 3e9);
+    } else {
+        size_t block = call.sequence * call.element, all = block * (size_t)call.shape.B;
+        int64_t looked_at[] = {0, call.shape.B / 2, call.shape.B - 1};
+        Result result = result_create(&problems[0].shape);
+        sequence_write(&call, 0, &problems[0]);
+        repeat_block(call.qkv, block, all);
+        repeat_block(call.dO, block / 3, all / 3);
+        sequence_write(&call, call.shape.B - 1, &problems[1]);
+        const char *fault = large_run(&call, subject->kernel);
+        CHECK(!fault, "%s", fault);
+        for (int k = 0; k < 3 && !fault; k++) {
+            Judgement judgement = {""};
+            sequence_read(&call, looked_at[k], &result);
+            int status = judge_result(&problems[k == 2], &result, &judgement);
+            CHECK(status == 0, "sequence %lld: %s", (long long)looked_at[k], judgement.text);
+        }
+        record_worst(subject, dtype);
+        result_free(&result);
+    }
+    large_free(&call);
+    problem_free(&problems[0]);
+    problem_free(&problems[1]);
+}
+
+/* Races that only many heads at once show. */
+static void test_races(Subject *subject, Dtype dtype)
+{
+    AttentionShape shape = shape_of(300, 1, 129, 64, dtype);
+    TEST("%s: %s, 50 runs with 300 heads give the same bits", subject->kernel->name, dtype_names[dtype]);
+    if (!takes(subject, &shape)) return;
+    Problem problem = problem_open(shape, INPUT_NORMAL, 43);
+    Call call;
+    memset(&call, 0, sizeof call);
+    call.machine = subject->machine;
+    call.shape = &shape;
+    call.layout = LAYOUT_PACKED;
+    call.element = dtype == DTYPE_BF16 ? 2 : 4;
+    int status = call_open(&call, &problem, subject->kernel, 0);
+    CHECK(status == 0, "not enough memory");
+    const Fenced *outputs[] = {&call.buffers[TENSOR_O], &call.buffers[TENSOR_DQ], &call.LSE};
+    for (int run = 0; run < 50 && !status; run++) {
+        const char *fault = call_forward(&call, subject->kernel);
+        if (!fault) fault = call_backward(&call, subject->kernel);
+        CHECK(!fault, "%s", fault);
+        status = fault != NULL;
+        for (size_t k = 0; k < sizeof outputs / sizeof outputs[0] && !status; k++) {
+            unsigned char *now = allocate_zeros((int64_t)outputs[k]->bytes, 1);
+            gpu_copy_out(now, outputs[k]->memory, outputs[k]->bytes);
+            if (run == 0) memcpy(outputs[k]->image, now, outputs[k]->bytes);
+            status = memcmp(now, outputs[k]->image, outputs[k]->bytes) != 0;
+            CHECK(status == 0, "%s differs in run %d", outputs[k]->name, run);
+            free(now);
+        }
+    }
+    call_close(&call);
+    problem_free(&problem);
+}
+
+/* For compute-sanitizer: each kernel once on one small odd shape for each way through its tiles. */
+static void test_sanitized(Subject *subjects, size_t count)
+{
+    static const struct { int64_t NH, T, HS; } cases[] = {{2, 1, 8}, {2, 70, 40}, {1, 200, 64}, {1, 130, 128}};
+    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++)
+        for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+            Problem problem = problem_create(shape_of(1, cases[k].NH, cases[k].T, cases[k].HS, dtype), INPUT_NORMAL, 47);
+            for (size_t n = 0; n < count; n++) {
+                if (subjects[n].machine->device != ATTENTION_CUDA) continue;
+                TEST("%s: %s, T %lld, HS %lld, sanitized", subjects[n].kernel->name, dtype_names[dtype],
+                     (long long)cases[k].T, (long long)cases[k].HS);
+                check_layouts(&subjects[n], &problem, "normal");
+            }
+            problem_free(&problem);
+        }
+}
+
 /* --- main ---------------------------------------------------------------------------------------------------------- */
 
 #define MAX_KERNELS 64
 
-/* The CPU kernels of the table, then the objects that `make kernels` has built. */
-static size_t collect_kernels(const AttentionKernel **kernels)
+/* The object at `path` as a kernel for the CPU, or for the GPU where there is one. */
+static void add_object(Subject *subjects, size_t *count, const char *path, const Machine *gpu_machine)
+{
+    char error[1024] = "";
+    AttentionShape shape = shape_of(1, 1, 16, 8, DTYPE_FP32);
+    TEST("loads %s", path);
+    const Machine *machine = gpu_machine;
+    const AttentionKernel *kernel = NULL;
+    if (machine) kernel = attention_choose(path, ATTENTION_CUDA, &shape, machine->sm, error, sizeof error);
+    if (!machine || (!kernel && strstr(error, "runs on cpu"))) {
+        machine = &cpu_machine;
+        kernel = attention_choose(path, ATTENTION_CPU, &shape, 0, error, sizeof error);
+    }
+    if (!kernel && !gpu_machine && strstr(error, "runs on cuda")) {
+        SKIP("it needs a GPU");
+        return;
+    }
+    if (CHECK(kernel, "%s", error) && *count < MAX_KERNELS)
+        subjects[(*count)++] = (Subject){.kernel = kernel, .machine = machine};
+}
+
+/* The kernels of the table, then the objects that `make kernels` has built. */
+static size_t collect_subjects(Subject *subjects, const Machine *gpu_machine)
 {
     size_t count, used = 0;
     const AttentionKernel *const *table = attention_table(&count);
-    for (size_t k = 0; k < count && used < MAX_KERNELS; k++)
-        if (table[k]->device == ATTENTION_CPU) kernels[used++] = table[k];
+    for (size_t k = 0; k < count && used < MAX_KERNELS; k++) {
+        const Machine *machine = table[k]->device == ATTENTION_CPU ? &cpu_machine : gpu_machine;
+        if (machine) subjects[used++] = (Subject){.kernel = table[k], .machine = machine};
+    }
     const char *build = getenv("BUILD");
-    char pattern[512], error[1024];
+    char pattern[512];
     snprintf(pattern, sizeof pattern, "%s/attention/*.so", build && *build ? build : "build");
-    AttentionShape shape = shape_of(1, 1, 16, 8);
     glob_t found = {0};
     if (glob(pattern, 0, NULL, &found) != 0) {
         TEST("standalone kernels");
         SKIP("%s matches nothing, `make kernels` builds them", pattern);
     }
-    for (size_t k = 0; k < found.gl_pathc && used < MAX_KERNELS; k++) {
-        TEST("loads %s", found.gl_pathv[k]);
-        kernels[used] = attention_choose(found.gl_pathv[k], ATTENTION_CPU, &shape, 0, error, sizeof error);
-        if (CHECK(kernels[used], "%s", error)) used++;
-    }
+    for (size_t k = 0; k < found.gl_pathc; k++) add_object(subjects, &used, found.gl_pathv[k], gpu_machine);
     globfree(&found);
     return used;
+}
+
+/* One subject through every test of single kernels. */
+static void test_subject(Subject *subject, Dtype dtype)
+{
+    int on_gpu = subject->machine->device == ATTENTION_CUDA;
+    test_logits(subject, dtype);
+    test_not_finite(subject, dtype);
+    test_many_heads(subject, dtype);
+    test_repeats(subject, dtype);
+    if (on_gpu) {
+        test_races(subject, dtype);
+        test_large(subject, dtype);
+    } else {
+        test_far(subject->kernel);
+    }
+    if (dtype != DTYPE_FP32) return;
+    test_empty(subject);
+    test_refusals(subject);
+}
+
+/* How near each kernel came to what is allowed. */
+static void print_worst(const Subject *subjects, size_t count)
+{
+    static const char *const names[QUANTITY_COUNT] = QUANTITY_NAMES;
+    for (size_t k = 0; k < count; k++)
+        for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
+            if (!subjects[k].checks[dtype]) continue;
+            printf("worst error, 1 is allowed: %-18s %s", subjects[k].kernel->name, dtype_names[dtype]);
+            for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++)
+                printf("  %s %.3f", names[quantity], subjects[k].worst[dtype][quantity]);
+            printf("  (%d checks)\n", subjects[k].checks[dtype]);
+        }
+}
+
+/* Moves the subjects on a GPU to the front; returns how many there are. */
+static size_t gpu_first(Subject *subjects, size_t count)
+{
+    size_t first = 0;
+    for (size_t k = 0; k < count; k++) {
+        if (subjects[k].machine->device != ATTENTION_CUDA) continue;
+        Subject moved = subjects[k];
+        memmove(subjects + first + 1, subjects + first, (k - first) * sizeof *subjects);
+        subjects[first++] = moved;
+    }
+    return first;
+}
+
+static void test_kernels(Subject *subjects, size_t count, size_t on_gpu)
+{
+    if (getenv("FLASHGPT_SANITIZE")) {
+        test_sanitized(subjects, on_gpu);
+        return;
+    }
+    test_choice();
+    test_objects();
+    test_faults();
+    test_shapes(subjects, count, DTYPE_FP32);
+    for (size_t k = 0; k < count; k++) test_subject(&subjects[k], DTYPE_FP32);
+    for (int dtype = 0; dtype < DTYPE_COUNT && on_gpu; dtype++) test_long(subjects, on_gpu, dtype);
+    if (!on_gpu) return; /* the CPU has no bf16 */
+    test_shapes(subjects, on_gpu, DTYPE_BF16);
+    for (size_t k = 0; k < on_gpu; k++) test_subject(&subjects[k], DTYPE_BF16);
 }
 
 int main(int argc, char **argv)
@@ -359,20 +717,17 @@ int main(int argc, char **argv)
         char *again[] = {argv[0], "again", NULL};
         execv("/proc/self/exe", again);
     }
-    const AttentionKernel *kernels[MAX_KERNELS];
-    size_t count = collect_kernels(kernels);
-    test_choice();
-    test_objects();
-    test_faults();
-    test_shapes(kernels, count);
-    for (size_t k = 0; k < count; k++) {
-        test_logits(kernels[k]);
-        test_not_finite(kernels[k]);
-        test_many_heads(kernels[k]);
-        test_far(kernels[k]);
-        test_repeats(kernels[k]);
-        test_empty(kernels[k]);
-        test_refusals(kernels[k]);
+    static Subject subjects[MAX_KERNELS];
+    Machine machine;
+    char error[1024];
+    int has_gpu = gpu_open(&machine, error, sizeof error) == 0;
+    size_t count = collect_subjects(subjects, has_gpu ? &machine : NULL), on_gpu = gpu_first(subjects, count);
+    if (!on_gpu) {
+        TEST("attention kernels on a GPU");
+        SKIP("%s", has_gpu ? "there is none, neither in the table nor in build/attention" : error);
     }
+    test_kernels(subjects, count, on_gpu);
+    print_worst(subjects, count);
+    if (has_gpu) gpu_close();
     return test_end();
 }
