@@ -182,8 +182,9 @@ template <typename Real>
 void adamw_update_cuda(void *params, float *master, float *m, float *v, const float *grads, const float *norm,
                        const AdamwStep *step, int64_t n, int64_t n_decay, Stream *stream);
 
-/* dst (n) fp32 += column sums of src, whose rows (n used of stride) are added in a fixed order. */
-void columns_add_cuda(float *dst, const float *src, int64_t rows, int64_t n, int64_t stride, Stream *stream);
+/* a (n) fp32 += column sums of src (rows, stride) from its column 0 on, b (n) likewise from column n on where b is not NULL. Rows are added
+ * in a fixed order. */
+void columns_add_cuda(float *a, float *b, const float *src, int64_t rows, int64_t n, int64_t stride, Stream *stream);
 
 struct ProductPlans *product_plans_open(char *error, size_t error_size);
 void product_plans_close(struct ProductPlans *plans);

@@ -8,7 +8,7 @@
  */
 #include "layers/cuda.h"
 
-enum { THREADS = 256, RUN_WARPS = 8, RUN_COLUMNS = 32 };
+enum { THREADS = 256, RUN_WARPS = 4, RUN_LOADS = 8 };
 
 template <typename Real, int WIDTH>
 __global__ void embedding_forward_kernel(Real *out, const int32_t *tokens, const Real *wte, const Real *wpe, int64_t N, int64_t T, int64_t C)
@@ -39,24 +39,38 @@ void embedding_forward_cuda(void *out, const int32_t *tokens, const void *wte, c
                tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
 }
 
-/* dwte[token] += sum of dout over the token's run. Threads (32, RUN_WARPS); blocks walk the runs, blockIdx.y picks 32 channels. */
-template <typename Real>
+/* dwte[token] += sum of dout over the token's run. Threads (32, RUN_WARPS); blocks walk the runs, blockIdx.y picks 32 packs of channels. A
+ * warp has RUN_LOADS rows under way at a time: the runs of frequent tokens are long, and one block walks each. */
+template <typename Real, int WIDTH>
 __global__ void embedding_tokens_kernel(float *dwte, const Real *dout, const int32_t *plan, int64_t N, int64_t C)
 {
-    SHARED(float, part, RUN_WARPS * RUN_COLUMNS);
+    SHARED(float, part, RUN_WARPS * 32 * WIDTH);
     const int32_t *order = plan, *begin = plan + N, *token = plan + 2 * N + 1;
     int32_t runs = plan[3 * N + 1];
-    int64_t c = (int64_t)blockIdx.y * RUN_COLUMNS + threadIdx.x;
+    int64_t c = ((int64_t)blockIdx.y * 32 + threadIdx.x) * WIDTH;
     for (int64_t run = blockIdx.x; run < runs; run += gridDim.x) {
-        float sum = 0;
-        if (c < C)
-            for (int32_t i = begin[run] + (int32_t)threadIdx.y; i < begin[run + 1]; i += RUN_WARPS)
-                sum += to_float(dout[(int64_t)order[i] * C + c]);
-        part[threadIdx.y * RUN_COLUMNS + threadIdx.x] = sum;
+        int32_t end = begin[run + 1];
+        float sum[WIDTH];
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) sum[j] = 0;
+        for (int32_t i = begin[run] + (int32_t)threadIdx.y; c < C && i < end; i += RUN_WARPS * RUN_LOADS) {
+            Pack<Real, WIDTH> rows[RUN_LOADS];
+#pragma unroll
+            for (int k = 0; k < RUN_LOADS; k++)
+                if (i + k * RUN_WARPS < end) rows[k] = *(const Pack<Real, WIDTH> *)(dout + (int64_t)order[i + k * RUN_WARPS] * C + c);
+#pragma unroll
+            for (int k = 0; k < RUN_LOADS; k++)
+                if (i + k * RUN_WARPS < end)
+#pragma unroll
+                    for (int j = 0; j < WIDTH; j++) sum[j] += to_float(rows[k].v[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) part[(threadIdx.y * WIDTH + j) * 32 + threadIdx.x] = sum[j];
         __syncthreads();
-        if (threadIdx.y == 0 && c < C) {
-            for (int w = 1; w < RUN_WARPS; w++) sum += part[w * RUN_COLUMNS + threadIdx.x];
-            dwte[(int64_t)token[run] * C + c] += sum;
+        for (int j = threadIdx.y; j < WIDTH && c < C; j += RUN_WARPS) { /* each warp finishes some of the channels */
+            float total = 0;
+            for (int w = 0; w < RUN_WARPS; w++) total += part[(w * WIDTH + j) * 32 + threadIdx.x];
+            dwte[(int64_t)token[run] * C + c + j] += total;
         }
         __syncthreads();
     }
@@ -79,8 +93,15 @@ void embedding_backward_cuda(float *dwte, float *dwpe, const void *dout, const i
 {
     int64_t N = B * T;
     if (N < 1) return;
-    LAUNCH(embedding_tokens_kernel<Real>, dim3(blocks_resident(N, 1, stream, 8), blocks_for(C, RUN_COLUMNS)), dim3(RUN_COLUMNS, RUN_WARPS), 0,
-           stream, dwte, (const Real *)dout, plan, N, C);
+    const int WIDTH = PackWidth<Real>::value;
+    unsigned blocks = blocks_resident(N, 1, stream, 16);
+    dim3 threads(32, RUN_WARPS);
+    if (packs_fit<Real>(C, dout))
+        LAUNCH(KERNEL(embedding_tokens_kernel<Real, WIDTH>), dim3(blocks, blocks_for(C, 32 * WIDTH)), threads, 0, stream, dwte,
+               (const Real *)dout, plan, N, C);
+    else
+        LAUNCH(KERNEL(embedding_tokens_kernel<Real, 1>), dim3(blocks, blocks_for(C, 32)), threads, 0, stream, dwte, (const Real *)dout, plan, N,
+               C);
     LAUNCH(embedding_positions_kernel<Real>, blocks_resident(T * C, THREADS, stream, 16), THREADS, 0, stream, dwpe, (const Real *)dout, B, T, C);
 }
 

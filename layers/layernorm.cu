@@ -19,7 +19,7 @@
 
 #define EPSILON 1e-5f
 
-enum { WARPS = 4, GENERAL_THREADS = 256, PARTIAL_BLOCKS = 512 };
+enum { WARPS = 4, GENERAL_THREADS = 256, PARTIAL_BLOCKS = 1024, COLUMN_WARPS = 16 };
 
 /* Widest row, in packs a lane, that the register kernels take. Backward holds two fp32 sums for each element of it. */
 enum { PACKS_MOST_FORWARD = 8, PACKS_MOST_BACKWARD = 4 };
@@ -161,7 +161,14 @@ void residual_layernorm_forward_cuda(void *sum, void *out, float *mean, float *r
 
 /* --- backward -------------------------------------------------------------------------------------------------------------- */
 
-/* dx += ...; partial (gridDim.x, 2, C) = this block's dweight and dbias. Warps walk the rows in strides. */
+/* A pack as it lies in memory, and its elements as fp32. */
+template <typename Real> using RawPack = Pack<Real, PackWidth<Real>::value>;
+
+template <typename Real>
+__device__ __forceinline__ float raw_at(const RawPack<Real> &pack, int i) { return to_float(pack.v[i]); }
+
+/* dx += ...; partial (gridDim.x, 2, C) = this block's dweight and dbias. Warps walk the rows in strides. All loads of a row are under way
+ * before the first is used, and stay packed until then: the sums for dweight and dbias leave few registers for anything else. */
 template <typename Real, int PACKS>
 __global__ void __launch_bounds__(32 * WARPS)
 layernorm_backward_kernel(Real *dx, float *partial, const Real *dout, const Real *x, const Real *weight, const float *mean,
@@ -177,23 +184,28 @@ layernorm_backward_kernel(Real *dx, float *partial, const Real *dout, const Real
         for (int i = 0; i < WIDTH; i++) dw[p][i] = db[p][i] = 0;
 
     for (int64_t row = (int64_t)blockIdx.x * WARPS + warp; row < N; row += (int64_t)gridDim.x * WARPS) {
-        float m = mean[row], s = rstd[row], norm[PACKS][WIDTH], g[PACKS][WIDTH], sum_g = 0, sum_gn = 0;
+        RawPack<Real> in[PACKS], gradient[PACKS], old[PACKS];
+        float m = mean[row], s = rstd[row], sum_g = 0, sum_gn = 0;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             int c = (p * 32 + lane) * WIDTH;
             if (c >= C) continue;
-            float w[WIDTH];
-            pack_load<Real, WIDTH>(norm[p], x + row * C + c);
-            pack_load<Real, WIDTH>(g[p], dout + row * C + c);
-            pack_load<Real, WIDTH>(w, weight + c);
+            in[p] = *(const RawPack<Real> *)(x + row * C + c);
+            gradient[p] = *(const RawPack<Real> *)(dout + row * C + c);
+            old[p] = *(const RawPack<Real> *)(dx + row * C + c);
+        }
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            int c = (p * 32 + lane) * WIDTH;
+            if (c >= C) continue;
+            RawPack<Real> w = *(const RawPack<Real> *)(weight + c);
 #pragma unroll
             for (int i = 0; i < WIDTH; i++) {
-                norm[p][i] = (norm[p][i] - m) * s;
-                dw[p][i] += g[p][i] * norm[p][i];
-                db[p][i] += g[p][i];
-                g[p][i] *= w[i];
-                sum_g += g[p][i];
-                sum_gn += g[p][i] * norm[p][i];
+                float norm = (raw_at<Real>(in[p], i) - m) * s, d = raw_at<Real>(gradient[p], i), g = d * raw_at<Real>(w, i);
+                dw[p][i] += d * norm;
+                db[p][i] += d;
+                sum_g += g;
+                sum_gn += g * norm;
             }
         }
         sum_g = warp_sum(sum_g) / (float)C;
@@ -202,11 +214,14 @@ layernorm_backward_kernel(Real *dx, float *partial, const Real *dout, const Real
         for (int p = 0; p < PACKS; p++) {
             int c = (p * 32 + lane) * WIDTH;
             if (c >= C) continue;
-            float old[WIDTH];
-            pack_load<Real, WIDTH>(old, dx + row * C + c);
+            RawPack<Real> w = *(const RawPack<Real> *)(weight + c);
+            float updated[WIDTH];
 #pragma unroll
-            for (int i = 0; i < WIDTH; i++) old[i] += s * (g[p][i] - sum_g - norm[p][i] * sum_gn);
-            pack_store<Real, WIDTH>(dx + row * C + c, old);
+            for (int i = 0; i < WIDTH; i++) {
+                float norm = (raw_at<Real>(in[p], i) - m) * s, g = raw_at<Real>(gradient[p], i) * raw_at<Real>(w, i);
+                updated[i] = raw_at<Real>(old[p], i) + s * (g - sum_g - norm * sum_gn);
+            }
+            pack_store<Real, WIDTH>(dx + row * C + c, updated);
         }
     }
 
@@ -275,25 +290,26 @@ __global__ void layernorm_columns_kernel(float *partial, const Real *dout, const
     partial[((int64_t)blockIdx.y * 2 + 1) * C + c] = b;
 }
 
-/* dst (n) += sum over rows of src (rows, stride): threads (32, 8), a block takes 32 columns. */
-__global__ void columns_add_kernel(float *dst, const float *src, int64_t rows, int64_t n, int64_t stride)
+/* a (n) += sum over rows of src (rows, stride) from column 0, b (n) from column n, where b is not NULL: threads (32, COLUMN_WARPS), a
+ * block takes 32 columns, blockIdx.y picks a or b. */
+__global__ void columns_add_kernel(float *a, float *b, const float *src, int64_t rows, int64_t n, int64_t stride)
 {
-    SHARED(float, part, 8 * 32);
+    SHARED(float, part, COLUMN_WARPS * 32);
+    float *dst = blockIdx.y ? b : a;
     int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
     if (c < n)
-        for (int64_t row = threadIdx.y; row < rows; row += 8) sum += src[row * stride + c];
+        for (int64_t row = threadIdx.y; row < rows; row += COLUMN_WARPS) sum += src[row * stride + blockIdx.y * n + c];
     part[threadIdx.y * 32 + threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y || c >= n) return;
-    sum = 0;
-    for (int i = 0; i < 8; i++) sum += part[i * 32 + threadIdx.x];
+    for (int i = 1; i < COLUMN_WARPS; i++) sum += part[i * 32 + threadIdx.x];
     dst[c] += sum;
 }
 
-void columns_add_cuda(float *dst, const float *src, int64_t rows, int64_t n, int64_t stride, Stream *stream)
+void columns_add_cuda(float *a, float *b, const float *src, int64_t rows, int64_t n, int64_t stride, Stream *stream)
 {
-    LAUNCH(columns_add_kernel, blocks_for(n, 32), dim3(32, 8), 0, stream, dst, src, rows, n, stride);
+    LAUNCH(columns_add_kernel, dim3(blocks_for(n, 32), b ? 2 : 1), dim3(32, COLUMN_WARPS), 0, stream, a, b, src, rows, n, stride);
 }
 
 size_t layernorm_scratch_cuda(int64_t N, int64_t C)
@@ -310,8 +326,8 @@ void layernorm_backward_cuda(void *dx_, float *dweight, float *dbias, void *scra
     const Real *dout = (const Real *)dout_, *x = (const Real *)x_, *weight = (const Real *)weight_;
     float *partial = (float *)scratch;
     if (N < 1) return;
-    int most = stream->processors * 4 < PARTIAL_BLOCKS ? stream->processors * 4 : PARTIAL_BLOCKS;
-    unsigned blocks = blocks_for(N, WARPS) < (unsigned)most ? blocks_for(N, WARPS) : (unsigned)most;
+    unsigned most = stream->processors * 4 < PARTIAL_BLOCKS ? (unsigned)stream->processors * 4 : (unsigned)PARTIAL_BLOCKS;
+    unsigned blocks = blocks_for(N, 2 * WARPS) < most ? blocks_for(N, 2 * WARPS) : most;
 #define BACKWARD(P)                                                                                                         \
     case P: /* wider ones than the registers hold are compiled as the widest that fits, and never chosen */                \
         LAUNCH(KERNEL(layernorm_backward_kernel<Real, (P < MOST ? P : MOST)>), blocks, 32 * WARPS, 2 * (size_t)C * sizeof(float), stream, dx, partial, dout, x, \
@@ -331,8 +347,7 @@ void layernorm_backward_cuda(void *dx_, float *dweight, float *dbias, void *scra
         LAUNCH(layernorm_columns_kernel<Real>, dim3(blocks_for(C, 32), blocks), dim3(32, 8), 0, stream, partial, dout, x, mean, rstd, N, C);
     }
 #undef BACKWARD
-    columns_add_cuda(dweight, partial, blocks, C, 2 * C, stream);
-    columns_add_cuda(dbias, partial + C, blocks, C, 2 * C, stream);
+    columns_add_cuda(dweight, dbias, partial, blocks, C, 2 * C, stream);
 }
 
 #define INSTANTIATE(Real)                                                                                                   \

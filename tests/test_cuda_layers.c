@@ -15,8 +15,9 @@
 #include "tests/test.h"
 
 /* Allowed error: sum * (largest value of the tensor) for the order of sums, and of each value round * |value|: half a unit in the last
- * place of bf16 on each side is 2^-8, and fp32 results need none beyond sum. */
-static const struct { double sum, round; } BOUNDS[DTYPE_COUNT] = {[DTYPE_FP32] = {4e-6, 0}, [DTYPE_BF16] = {1e-3, 1.0 / 128}};
+ * place of bf16 on each side is 2^-8, and fp32 results need none beyond sum. A bf16 product whose width leaves the library without a
+ * fused epilogue (not a multiple of 8) is rounded before its bias is added, which may cancel: twice * (largest value). */
+static const struct { double sum, round, twice; } BOUNDS[DTYPE_COUNT] = {[DTYPE_FP32] = {4e-6, 0, 0}, [DTYPE_BF16] = {1e-3, 1.0 / 128, 1.0 / 256}};
 
 enum { GUARD = 64 }; /* elements behind each buffer */
 static const float GUARD_VALUE = 12345.0f;
@@ -96,6 +97,7 @@ static void tensor_free(Tensor *t)
     free(t->cpu);
 }
 
+static int rounded_twice; /* the operation under test is such a product */
 static double worst; /* of the running program: error over what was allowed */
 
 static void tensor_check(const Tensor *t, const char *name, float *first)
@@ -105,7 +107,7 @@ static void tensor_check(const Tensor *t, const char *name, float *first)
     for (int64_t i = 0; i < t->n; i++)
         if (isfinite(t->cpu[i])) largest = fmax(largest, fabs((double)t->cpu[i]));
     for (int64_t i = 0; i < t->n; i++) {
-        double allowed = BOUNDS[gpu->dtype].sum * largest + round * fabs((double)t->cpu[i]) + 1e-30;
+        double allowed = (BOUNDS[gpu->dtype].sum + (rounded_twice ? BOUNDS[gpu->dtype].twice : 0)) * largest + round * fabs((double)t->cpu[i]) + 1e-30;
         double error = fabs((double)got[i] - (double)t->cpu[i]);
         if (isfinite(error)) worst = fmax(worst, error / allowed);
         if (!CHECK(error <= allowed, "%s[%lld] is %.9g, expected %.9g within %.2g", name, (long long)i, (double)got[i], (double)t->cpu[i], allowed)) break;
@@ -149,6 +151,14 @@ static void free_all(Tensor **tensors, size_t count)
 }
 #define FREE(...) do { Tensor *list[] = {__VA_ARGS__}; free_all(list, sizeof list / sizeof *list); } while (0)
 
+/* The CPU's residual_layernorm_forward, the sum rounded to the GPU's type before it is normalised, as the GPU keeps it. */
+static void residual_layernorm_rounded(Tensor *sum, float *out, float *mean, float *rstd, const float *x, const float *y, const float *w,
+                                       const float *b, int64_t N, int64_t C)
+{
+    for (int64_t i = 0; i < N * C; i++) sum->cpu[i] = gpu->dtype == DTYPE_BF16 ? bf16_round(x[i] + y[i]) : x[i] + y[i];
+    cpu->layernorm_forward(out, mean, rstd, sum->cpu, w, b, N, C, cpu_stream);
+}
+
 static void test_layernorm(int64_t N, int64_t C)
 {
     TEST("%s layernorm N%lld C%lld", gpu->name, (long long)N, (long long)C);
@@ -168,7 +178,7 @@ static void test_layernorm(int64_t N, int64_t C)
     Output backward[] = {{&dx, "dx"}, {&dw, "dweight"}, {&db, "dbias"}};
     COMPARE(backward, cpu->layernorm_backward(dx.cpu, dw.cpu, db.cpu, cpu_scratch, dout.cpu, x.cpu, w.cpu, mean.cpu, rstd.cpu, N, C, cpu_stream),
             gpu->layernorm_backward(dx.gpu, dw.gpu, db.gpu, scratch, dout.gpu, x.gpu, w.gpu, mean.gpu, rstd.gpu, N, C, gpu_stream));
-    COMPARE(fused, cpu->residual_layernorm_forward(sum.cpu, out.cpu, mean.cpu, rstd.cpu, x.cpu, y.cpu, w.cpu, b.cpu, N, C, cpu_stream),
+    COMPARE(fused, residual_layernorm_rounded(&sum, out.cpu, mean.cpu, rstd.cpu, x.cpu, y.cpu, w.cpu, b.cpu, N, C),
             gpu->residual_layernorm_forward(sum.gpu, out.gpu, mean.gpu, rstd.gpu, x.gpu, y.gpu, w.gpu, b.gpu, N, C, gpu_stream));
     gpu->free(scratch, gpu_stream);
     free(cpu_scratch);
@@ -179,6 +189,7 @@ static void test_linear(int64_t N, int64_t C, int64_t OC)
 {
     TEST("%s linear N%lld C%lld OC%lld", gpu->name, (long long)N, (long long)C, (long long)OC);
     double spread = 1 / sqrt((double)C);
+    rounded_twice = OC % 8 != 0 || C % 8 != 0;
     Tensor x = tensor_new(N * C, 0, RANDOM, 1), w = tensor_new(OC * C, 0, RANDOM, spread), b = tensor_new(OC, 0, RANDOM, 1);
     Tensor out = tensor_new(N * OC, 0, NOTHING, 0), pre = tensor_new(N * OC, 0, NOTHING, 0), hidden = tensor_new(N * C, 0, RANDOM, 2);
     Tensor dout = tensor_new(N * OC, 0, RANDOM, 1), dx = tensor_new(N * C, 0, NOTHING, 0);
@@ -197,6 +208,7 @@ static void test_linear(int64_t N, int64_t C, int64_t OC)
             gpu->linear_backward_weight(dw.gpu, db.gpu, scratch, dout.gpu, x.gpu, N, C, OC, gpu_stream));
     gpu->free(scratch, gpu_stream);
     free(cpu_scratch);
+    rounded_twice = 0;
     FREE(&x, &w, &b, &out, &pre, &hidden, &dout, &dx, &dw, &db);
 }
 
