@@ -61,6 +61,7 @@ enum {
     ROW_LANES = 4,      /* a warp's lanes over rows */
     COLUMN_LANES = 8,   /* and over columns */
     S_COLUMNS = TILE / COLUMN_LANES,
+    PART = 32,          /* columns of a tile that are on their way from memory together, unless fetched ahead */
     BACKWARD_ROWS = 4,  /* rows of a thread in the backward */
     BACKWARD_WARPS = TILE / (ROW_LANES * BACKWARD_ROWS),
     BACKWARD_THREADS = 32 * BACKWARD_WARPS,
@@ -72,6 +73,14 @@ enum {
 static_assert(ROW_LANES * COLUMN_LANES == 32, "the lanes of a warp");
 static_assert(BACKWARD_WARPS * ROW_LANES * BACKWARD_ROWS == TILE, "the warps of the backward own a tile's rows");
 static_assert(S_COLUMNS % 4 == 0, "a lane's columns are whole float4");
+
+/* Blocks of the backward that should fit an SM together, which bounds their registers: 3 up to HS 64 on chips with the shared
+ * memory for them. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define BACKWARD_BLOCKS(HSP) 2
+#else
+#define BACKWARD_BLOCKS(HSP) ((HSP) <= 64 ? 3 : 2)
+#endif
 
 #define LOG2_E 1.4426950408889634
 #define LN_2 0.6931471805599453f
@@ -205,13 +214,13 @@ __device__ __forceinline__ Matrix<Real> matrix_of(const Target &target, const Pl
 }
 
 /* Elements col .. col+3 of a row, zeros outside of the matrix. */
-template <typename Real>
+template <bool VECTORS, typename Real>
 __device__ __forceinline__ float4 load_four(const Matrix<const Real> &matrix, int row, int col)
 {
     float4 v = make_float4(0, 0, 0, 0);
     if (row >= matrix.rows || col >= matrix.HS) return v;
     const Real *at = matrix.data + row * matrix.stride + col;
-    if (matrix.vectors) return load_vector(at);
+    if (VECTORS) return load_vector(at);
     int left = matrix.HS - col;
     v.x = to_float(at[0]);
     if (left > 1) v.y = to_float(at[1]);
@@ -250,21 +259,34 @@ struct Fetched {
     float4 v[COUNT];
 };
 
-/* A warp takes 8 rows x 16 columns at a time: 64 bytes of fp32 of each row, which is whole sectors of memory. */
-template <int ROWS>
-__device__ __forceinline__ int transposed_row(int pass) { return pass % (ROWS / 8) * 8 + threadIdx.x % 32 / 4; }
-template <int ROWS>
-__device__ __forceinline__ int transposed_column(int pass) { return pass / (ROWS / 8) * 16 + threadIdx.x % 4 * 4; }
+/* A warp takes 8 rows x 16 columns at a time: 64 bytes of fp32 of each row, which is whole sectors of memory. The row and
+ * column of a thread's i-th vector; how they depend on i is written so that the compiler sees it. */
+template <int ROWS, int WARPS>
+__device__ __forceinline__ int transposed_row(int i)
+{
+    static_assert(ROWS % (8 * WARPS) == 0, "whole passes over the rows");
+    return threadIdx.x / 4 + i % (ROWS / (8 * WARPS)) * (8 * WARPS);
+}
+
+template <int ROWS, int WARPS>
+__device__ __forceinline__ int transposed_column(int i) { return threadIdx.x % 4 * 4 + i / (ROWS / (8 * WARPS)) * 16; }
+
+/* One way to load or the other for all of a tile, so that its loads are in flight together. */
+template <bool VECTORS, typename Real, int ROWS, int COLS, int WARPS>
+__device__ __forceinline__ void fetch_transposed_by(Fetched<ROWS, COLS, WARPS> &tile, const Matrix<const Real> &matrix,
+                                                    int row, int col)
+{
+#pragma unroll
+    for (int i = 0; i < tile.COUNT; i++)
+        tile.v[i] = load_four<VECTORS>(matrix, row + transposed_row<ROWS, WARPS>(i), col + transposed_column<ROWS, WARPS>(i));
+}
 
 template <typename Real, int ROWS, int COLS, int WARPS>
 __device__ __forceinline__ void fetch_transposed(Fetched<ROWS, COLS, WARPS> &tile, const Matrix<const Real> &matrix, int row,
                                                  int col)
 {
-#pragma unroll
-    for (int i = 0; i < tile.COUNT; i++) {
-        int pass = i * WARPS + threadIdx.x / 32;
-        tile.v[i] = load_four(matrix, row + transposed_row<ROWS>(pass), col + transposed_column<ROWS>(pass));
-    }
+    if (matrix.vectors) fetch_transposed_by<true>(tile, matrix, row, col);
+    else fetch_transposed_by<false>(tile, matrix, row, col);
 }
 
 /* out [COLS][ROWS] */
@@ -273,8 +295,8 @@ __device__ __forceinline__ void put_transposed(Shared<float> out, const Fetched<
 {
 #pragma unroll
     for (int i = 0; i < tile.COUNT; i++) {
-        int pass = i * WARPS + threadIdx.x / 32, row = transposed_row<ROWS>(pass), col = transposed_column<ROWS>(pass);
-        Shared<float> to = out + col * ROWS + ((row / 4 ^ swizzle(col)) * 4 + row % 4);
+        int row = transposed_row<ROWS, WARPS>(i), col = transposed_column<ROWS, WARPS>(i);
+        Shared<float> to = out + col * ROWS + ((row / 4 ^ swizzle(threadIdx.x % 4 * 4)) * 4 + row % 4);
         to[0] = tile.v[i].x;
         to[ROWS] = tile.v[i].y;
         to[2 * ROWS] = tile.v[i].z;
@@ -282,12 +304,26 @@ __device__ __forceinline__ void put_transposed(Shared<float> out, const Fetched<
     }
 }
 
+/* out [COLS][ROWS] = rows `row` .. of the matrix, columns `col` ..; by parts, to spare registers. */
 template <typename Real, int ROWS, int COLS, int WARPS>
 __device__ __forceinline__ void load_transposed(Shared<float> out, const Matrix<const Real> &matrix, int row, int col)
 {
-    Fetched<ROWS, COLS, WARPS> tile;
-    fetch_transposed(tile, matrix, row, col);
-    put_transposed(out, tile);
+#pragma unroll 1
+    for (int part = 0; part < COLS; part += PART) {
+        Fetched<ROWS, PART, WARPS> tile;
+        fetch_transposed(tile, matrix, row, col + part);
+        put_transposed(out + part * ROWS, tile);
+    }
+}
+
+template <bool VECTORS, typename Real, int COLS, int WARPS>
+__device__ __forceinline__ void fetch_rows_by(Fetched<TILE, COLS, WARPS> &tile, const Matrix<const Real> &matrix, int row,
+                                              int col)
+{
+#pragma unroll
+    for (int i = 0; i < tile.COUNT; i++)
+        tile.v[i] = load_four<VECTORS>(matrix, row + threadIdx.x / (COLS / 4) + i * (WARPS * 128 / COLS),
+                                       col + threadIdx.x % (COLS / 4) * 4);
 }
 
 /* out [TILE][COLS] = rows `row` .. of the matrix, columns `col` .. */
@@ -295,11 +331,8 @@ template <typename Real, int COLS, int WARPS>
 __device__ __forceinline__ void load_rows(Shared<float> out, const Matrix<const Real> &matrix, int row, int col)
 {
     Fetched<TILE, COLS, WARPS> tile;
-#pragma unroll
-    for (int i = 0; i < tile.COUNT; i++) {
-        int at = (i * WARPS * 32 + threadIdx.x) * 4;
-        tile.v[i] = load_four(matrix, row + at / COLS, col + at % COLS);
-    }
+    if (matrix.vectors) fetch_rows_by<true>(tile, matrix, row, col);
+    else fetch_rows_by<false>(tile, matrix, row, col);
 #pragma unroll
     for (int i = 0; i < tile.COUNT; i++) shared_store<float4>(out + (i * WARPS * 32 + threadIdx.x) * 4, tile.v[i]);
 }
@@ -316,7 +349,7 @@ __device__ __forceinline__ void multiply(float (&out)[RM][RN], Shared<const floa
                                          int shift = 0)
 {
     const int group = lane.warp * RM + lane.r, B_STRIDE = COLUMN_LANES * RN;
-#pragma unroll(TRIANGLE == ALL ? 4 : 1)
+#pragma unroll(TRIANGLE == ALL ? 2 : 1)
     for (int k4 = 0; k4 < K; k4 += 4) {
         Shared<const float> a_at = A + k4 * ROWS, b_at = B + k4 * B_STRIDE;
         const int s = swizzle(k4), b_group = B_SWIZZLED ? lane.c ^ s : lane.c;
@@ -398,7 +431,8 @@ struct ForwardShape {
     static const int ROWS = WARPS * ROW_LANES * RM, CHUNK = chunk_of(HSP), CHUNKS = HSP / CHUNK;
     static const int KEYS_FLOATS = (CHUNK > ROWS ? CHUNK : ROWS) * TILE; /* K^T [CHUNK][TILE], then P [TILE][ROWS] */
     static const int FLOATS = HSP * ROWS + KEYS_FLOATS + TILE * CHUNK;
-    static const int BLOCKS = HSP <= 64 ? 4 : HSP == 256 ? 3 : 3; /* an SM, which bounds the registers */
+    static const int BLOCKS = HSP <= 64 ? 4 : HSP == 96 ? 3 : 2; /* an SM, which bounds the registers */
+    static const bool AHEAD = HSP <= 128; /* is there room in them to fetch the next keys early? */
 };
 
 /* A block's shared memory, and what stays in a thread's registers. */
@@ -411,7 +445,7 @@ struct ForwardState {
     Lane lane;
     float O[Shape::CHUNKS][Shape::RM][Shape::CHUNK / COLUMN_LANES];
     float max[Shape::RM], sum[Shape::RM]; /* sum: over this lane's columns only */
-    Fetched<TILE, Shape::CHUNK, Shape::WARPS> next; /* the first chunk of the next keys */
+    Fetched<TILE, Shape::CHUNK, Shape::WARPS> next; /* the first chunk of the next keys, where that is fetched ahead */
 };
 
 /* S becomes P in units of the new maxima; sums and O follow. `ahead`: row 0 of the block minus key 0 of the tile. */
@@ -445,7 +479,7 @@ __device__ __forceinline__ void softmax_tile(float (&S)[ForwardShape<HSP>::RM][S
     }
 }
 
-/* One tile of keys, from key `key` on; its first chunk is in state.next, where that of the following tile goes. */
+/* One tile of keys, from key `key` on; its first chunk is in state.next, where that of the following tile goes, if AHEAD. */
 template <typename Real, int HSP, bool DIAGONAL>
 __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, const Matrix<const Real> &K, const Matrix<const Real> &V,
                                              int query, int key, float scale_log2)
@@ -454,25 +488,26 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, const Mat
     const int RM = Shape::RM, ROWS = Shape::ROWS, CHUNK = Shape::CHUNK, CHUNKS = Shape::CHUNKS, WARPS = Shape::WARPS;
     float S[RM][S_COLUMNS];
     __syncthreads(); /* the tile before is no longer read */
-    put_transposed(state.keys, state.next);
+    if (Shape::AHEAD) put_transposed(state.keys, state.next);
+    else load_transposed<Real, TILE, CHUNK, WARPS>(state.keys, K, key, 0);
     load_rows<Real, CHUNK, WARPS>(state.V, V, key, 0);
     __syncthreads();
     set_zero(S);
-#pragma unroll
+#pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        if (chunk && chunk * CHUNK < K.HS) {
+        if (chunk) {
+            if (chunk * CHUNK >= K.HS) break;
             __syncthreads();
             load_transposed<Real, TILE, CHUNK, WARPS>(state.keys, K, key, chunk * CHUNK);
             __syncthreads();
         }
-        if (chunk * CHUNK < K.HS)
-            multiply<RM, S_COLUMNS, CHUNK, ROWS, true, ALL>(S, state.Qt + chunk * CHUNK * ROWS, state.keys, state.lane);
+        multiply<RM, S_COLUMNS, CHUNK, ROWS, true, ALL>(S, state.Qt + chunk * CHUNK * ROWS, state.keys, state.lane);
     }
     softmax_tile<HSP, DIAGONAL>(S, state, query - key, scale_log2);
     __syncthreads(); /* K is no longer read: P takes its place */
     stage<RM, ROWS>(state.keys, S, state.lane);
     __syncwarp();
-    if (!DIAGONAL) fetch_transposed(state.next, K, key + TILE, 0);
+    if (Shape::AHEAD && !DIAGONAL) fetch_transposed(state.next, K, key + TILE, 0);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         if (chunk && chunk * CHUNK < V.HS) {
@@ -511,7 +546,7 @@ __global__ void __launch_bounds__(32 * ForwardShape<HSP>::WARPS, ForwardShape<HS
         set_zero(state.O[chunk]);
         load_transposed<Real, ROWS, CHUNK, Shape::WARPS>(state.Qt + chunk * CHUNK * ROWS, Q, query, chunk * CHUNK);
     }
-    fetch_transposed(state.next, K, 0, 0);
+    if (Shape::AHEAD) fetch_transposed(state.next, K, 0, 0);
     for (int key = 0; key < diagonal; key += TILE)
         forward_tile<Real, HSP, false>(state, K, V, query, key, sizes.scale_log2);
     forward_tile<Real, HSP, true>(state, K, V, query, diagonal, sizes.scale_log2);
@@ -578,7 +613,6 @@ struct BackwardShape {
     static const int SLICE = HSP < MAX_SLICE ? HSP : MAX_SLICE, SLICES = HSP / SLICE; /* columns of a block's gradients */
     static const int SLICE_CHUNKS = SLICE / CHUNK;
     static const int FLOATS = (2 * CHUNK + TILE) * TILE;
-    static const int BLOCKS = HSP <= 64 ? 4 : HSP == 96 ? 3 : 2;
 };
 
 /* A block's shared memory: the factors of a product, and P or dS [k][TILE]. */
@@ -607,7 +641,10 @@ __device__ __forceinline__ void dot_rows(float (&S)[BACKWARD_ROWS][S_COLUMNS], c
 {
     const int CHUNK = BackwardShape<HSP>::CHUNK;
     set_zero(S);
-    for (int col = 0; col < X.HS; col += CHUNK) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < BackwardShape<HSP>::CHUNKS; chunk++) {
+        const int col = chunk * CHUNK;
+        if (chunk && col >= X.HS) break;
         __syncthreads();
         load_transposed<Real, TILE, CHUNK, BACKWARD_WARPS>(factors.A, X, x_row, col);
         load_transposed<Real, TILE, CHUNK, BACKWARD_WARPS>(factors.B, Y, y_row, col);
@@ -685,6 +722,7 @@ __device__ __forceinline__ void keys_tile(Gradient<HSP> &dK, Gradient<HSP> &dV, 
     const Matrix<const Real> V = matrix_of<Real>(call.V, place, sizes), dO = matrix_of<Real>(call.dO, place, sizes);
     const Lane lane = factors.lane;
     float S[BACKWARD_ROWS][S_COLUMNS];
+    asm volatile("" : "+r"(key)); /* or the addresses of all rows of K and V stay in registers, at the price of spills */
     dot_rows<Real, HSP>(S, factors, K, key, Q, query);
 #pragma unroll
     for (int n = 0; n < S_COLUMNS; n++) {
@@ -717,7 +755,7 @@ __device__ __forceinline__ void keys_tile(Gradient<HSP> &dK, Gradient<HSP> &dV, 
 }
 
 template <typename Real, int HSP>
-__global__ void __launch_bounds__(BACKWARD_THREADS, BackwardShape<HSP>::BLOCKS) flash_keys_kernel(Backward call)
+__global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS(HSP)) flash_keys_kernel(Backward call)
 {
     typedef BackwardShape<HSP> Shape;
     const Sizes &sizes = call.sizes;
@@ -762,7 +800,7 @@ __device__ __forceinline__ void queries_tile(Gradient<HSP> &dQ, const Query (&qu
 }
 
 template <typename Real, int HSP>
-__global__ void __launch_bounds__(BACKWARD_THREADS, BackwardShape<HSP>::BLOCKS) flash_queries_kernel(Backward call)
+__global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS(HSP)) flash_queries_kernel(Backward call)
 {
     typedef BackwardShape<HSP> Shape;
     const Sizes &sizes = call.sizes;
