@@ -35,6 +35,7 @@ typedef struct Trainer {
 
     const Backend *backend;
     Stream *stream;
+    double peak;                        /* TFLOP/s of the device, 0 where it is not known */
     const AttentionKernel *attention;
     GptConfig config;
     GptOptions gpt_options;
@@ -190,6 +191,7 @@ static int setup_attention(Trainer *t)
     shape.dtype = t->backend->dtype;
     shape.deterministic = t->gpt_options.deterministic;
     int sm = t->backend->sm(t->stream);
+    t->peak = t->backend->peak_tflops(t->stream);
     if (t->options.list_attention) {
         attention_list(t->backend->device, &shape, sm);
         return 0;
@@ -527,15 +529,37 @@ static int is_due(const Trainer *t, int64_t every)
     return every && (t->state.step % every == 0 || t->state.step == t->options.steps);
 }
 
+/* TFLOP/s of updates that take `seconds` each: 6 N + 12 L C T operations a token, N the parameters but for wpe. Source: Chowdhery et al.
+ * 2022 (PaLM), appendix B; causal attention is counted whole, as there. */
+static double model_tflops(const Trainer *t, double seconds)
+{
+    const GptConfig *c = &t->config;
+    double N = (double)gpt_plan(c, &t->gpt_options, t->backend, t->attention).parameters_count - (double)(c->context * c->channels);
+    double each = 6 * N + 12.0 * (double)c->layers * (double)c->channels * (double)t->options.seq;
+    return 1e-12 * each * (double)t->options.batch_tokens / seconds;
+}
+
 /* Prints a line for the updates since the last one. */
 static void print_step(const Trainer *t, double loss, double norm, double lr, double seconds, int64_t updates)
 {
-    char left[32];
-    double each = seconds / (double)updates;
+    char left[32], speed[64] = "";
+    double each = seconds / (double)updates, tflops = model_tflops(t, each);
     display_duration(left, sizeof left, each * (double)(t->last - t->state.step));
-    printf("step %6lld/%lld  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %.0f tokens/s  %s left\n", (long long)t->state.step,
-           (long long)t->options.steps, loss, norm, lr, 1e3 * each, (double)t->options.batch_tokens / each, left);
+    if (t->peak > 0) snprintf(speed, sizeof speed, "  MFU %.1f%%", 100 * tflops / t->peak);
+    else if (t->backend->device == ATTENTION_CUDA) snprintf(speed, sizeof speed, "  %.1f TFLOP/s, MFU n/a", tflops);
+    printf("step %6lld/%lld  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %.0f tokens/s%s  %s left\n", (long long)t->state.step,
+           (long long)t->options.steps, loss, norm, lr, 1e3 * each, (double)t->options.batch_tokens / each, speed, left);
     fflush(stdout);
+}
+
+/* Writes an update's line to log.jsonl. */
+static int log_step(Trainer *t, double loss, double norm, double lr, double seconds)
+{
+    char mfu[32] = "null";
+    if (t->peak > 0) snprintf(mfu, sizeof mfu, "%.6g", model_tflops(t, seconds) / t->peak);
+    return run_log(&t->run, &t->error, "{\"step\": %lld, \"loss\": %.17g, \"lr\": %.9g, \"grad_norm\": %.9g, \"ms\": %.6g, "
+                   "\"tokens_per_second\": %.6g, \"mfu\": %s}", (long long)t->state.step, loss, lr, norm, 1e3 * seconds,
+                   (double)t->options.batch_tokens / seconds, mfu);
 }
 
 /* Runs up to t->last or a signal. Returns 0, or -1 with the sentence in t->error. */
@@ -553,9 +577,7 @@ static int train(Trainer *t)
         unprinted += seconds;
         t->state.seconds += seconds;
         curve_add(&t->train_curve, t->state.step, loss);
-        if (run_log(&t->run, &t->error, "{\"step\": %lld, \"loss\": %.17g, \"lr\": %.9g, \"grad_norm\": %.9g, \"ms\": %.6g, \"tokens_per_second\": "
-                    "%.6g, \"mfu\": null}", (long long)t->state.step, loss, lr, norm, 1e3 * seconds, (double)o->batch_tokens / seconds))
-            return -1;
+        if (log_step(t, loss, norm, lr, seconds)) return -1;
         updates++;
         if (o->print_every && (t->state.step % o->print_every == 0 || t->state.step == t->last)) {
             print_step(t, loss, norm, lr, unprinted, updates);
