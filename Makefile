@@ -2,6 +2,7 @@
 #
 # Variables: CC=clang  DEBUG=1 (sanitizers, in build/debug)  ARCH=sm_90a (GPU to build for; found out where one is visible)
 #            CUDA=0, BLAS=0, OPENMP=0 (build without)  MARCH=x86-64-v3 (CPU to build for; default: this one)
+#            SIMT=1 (the GPU code for the CPU, under the emulation of tests/simt, in build/simt)
 
 CC ?= cc
 ifeq ($(origin CC),default)
@@ -13,11 +14,16 @@ endif
 NVCC ?= nvcc
 ARCH ?=
 DEBUG ?= 0
+SIMT ?= 0
 PYTHON ?= python3
 
 BUILD := build
 ifneq ($(DEBUG),0)
 BUILD := build/debug
+endif
+ifneq ($(SIMT),0)
+BUILD := build/simt$(if $(filter-out 0,$(DEBUG)),-debug)
+override CUDA := emulated
 endif
 ifneq ($(VARIANT),)
 BUILD := build/$(VARIANT)
@@ -44,7 +50,8 @@ OPTIMIZE := -O1 $(MARCH_FLAGS) -g -fno-omit-frame-pointer -fsanitize=address,und
 endif
 # The benches are C and take the CUDA runtime's C interface from where nvcc has it.
 CUDA_HOME := $(if $(CUDA_ARCH),$(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC))))))
-CPPFLAGS += -I. -D_GNU_SOURCE $(BLAS_FLAGS) $(if $(CUDA_ARCH),-DHAVE_CUDA -isystem $(CUDA_HOME)/include)
+CPPFLAGS += -I. -D_GNU_SOURCE $(BLAS_FLAGS) $(if $(CUDA_ARCH),-DHAVE_CUDA -isystem $(CUDA_HOME)/include) \
+            $(if $(filter-out 0,$(SIMT)),-DHAVE_CUDA -DSIMT_EMULATION)
 CFLAGS += -std=gnu11 $(OPTIMIZE) $(WARNINGS) $(OPENMP_FLAGS) -fPIC -pthread
 LDLIBS += $(BLAS_LIBS) -lm -ldl -lpthread
 LDFLAGS += $(OPENMP_FLAGS) $(if $(filter-out 0,$(DEBUG)),-fsanitize=address -fsanitize=undefined) -rdynamic
@@ -57,11 +64,15 @@ comma := ,
 
 C_SOURCES := $(wildcard attention/*.c layers/*.c data/*.c trainer/*.c)
 C_OBJECTS := $(C_SOURCES:%=$(BUILD)/%.o)
+SIMT_OBJECTS := $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out $(wildcard tests/simt/test_*),$(wildcard tests/simt/*.cpp)))
 OBJECTS := $(C_OBJECTS)
 ifneq ($(CUDA_ARCH),)
 OBJECTS += $(patsubst %,$(BUILD)/%.o,$(wildcard attention/*.cu layers/*.cu))
 LINK = $(NVCC) $(GENCODE) -Xcompiler "$(subst $() $(),$(comma),$(strip $(LDFLAGS)))"
 LDLIBS += -lcublas -lcublasLt
+else ifneq ($(SIMT),0)
+OBJECTS += $(patsubst %,$(BUILD)/%.o,$(wildcard attention/*.cu layers/*.cu)) $(SIMT_OBJECTS)
+LINK = $(or $(SIMT_CXX),$(error SIMT=1 needs a C++17 compiler with sanitizers, and '$(CXX)' is none)) $(LDFLAGS)
 else
 LINK = $(CC) $(LDFLAGS)
 endif
@@ -129,7 +140,7 @@ $(BUILD)/%.c.o: %.c $(BUILD)/flags
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -MMD -MP -c $< -o $@
+	$(if $(filter 0,$(SIMT)),$(NVCC) $(NVCCFLAGS),$(SIMT_CXX) -x c++ $(SIMT_BACKEND_FLAGS)) -MMD -MP -c $< -o $@
 
 # The trainer is plain C: nvcc takes it where the build is for a GPU, the C compiler where it is not.
 $(BUILD)/train_gpt.o: train_gpt.cu $(BUILD)/flags
@@ -144,11 +155,12 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.c.o $(OBJECTS)
 SIMT_FLAGS := -std=c++17 -g -fno-omit-frame-pointer -fno-strict-aliasing -DSIMT_EMULATION -D_GNU_SOURCE -Itests/simt -I. \
               -Wall -Wextra -Wno-unknown-pragmas $(if $(WERROR),-Werror)
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
+# The same files as a backend of the whole program, with SIMT=1: sanitizers as for the rest of it.
+SIMT_BACKEND_FLAGS = $(SIMT_FLAGS) -DHAVE_CUDA $(if $(filter 0,$(DEBUG)),-O2,-O1 $(SANITIZE)) -fPIC
 ifneq ($(SIMT_CXX),)
-SIMT_OBJECTS := $(BUILD)/tests/simt/simt.o $(BUILD)/tests/simt/simt_runtime.o
 $(SIMT_OBJECTS): $(BUILD)/%.o: %.cpp
 	@mkdir -p $(@D)
-	$(SIMT_CXX) $(SIMT_FLAGS) -O2 -MMD -MP -c $< -o $@
+	$(SIMT_CXX) $(SIMT_FLAGS) -O2 -fPIC -MMD -MP -c $< -o $@
 
 $(BUILD)/twins.a: $(C_OBJECTS)
 	@rm -f $@

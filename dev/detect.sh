@@ -46,6 +46,7 @@ else say "C++: '$cxx' cannot build C++17 with sanitizers, tests/simt is skipped 
 
 nvcc_path=
 if [ "$cuda" = 0 ]; then say "CUDA: off by request, CPU only"
+elif [ "$cuda" = emulated ]; then say "CUDA: emulated on the CPU (tests/simt): right, and slow"
 elif ! nvcc_path=$(command -v "$nvcc"); then
     nvcc_path=
     if [ -n "$arch" ]; then

@@ -179,7 +179,7 @@ static uint64_t random_next(void)
     return z ^ (z >> 31);
 }
 
-static uint64_t random_below(uint64_t n) { return (uint64_t)(((unsigned __int128)random_next() * n) >> 64); }
+uint64_t simt_random_below(uint64_t n) { return (uint64_t)(((unsigned __int128)random_next() * n) >> 64); }
 
 void simt_seed(uint64_t seed) { machine.random = seed * 0xd1342543de82ef95 + 1; }
 
@@ -627,7 +627,7 @@ static bool block_run(void)
             deadlock_record();
             return false;
         }
-        size_t pick = random_below(machine.ready.size());
+        size_t pick = simt_random_below(machine.ready.size());
         Thread *next = threads + machine.ready[pick];
         machine.ready[pick] = machine.ready.back();
         machine.ready.pop_back();
@@ -652,7 +652,7 @@ static bool grid_run(void)
     uint64_t blocks = (uint64_t)gridDim.x * gridDim.y * gridDim.z;
     std::vector<uint64_t> order(blocks);
     for (uint64_t i = 0; i < blocks; i++) {
-        uint64_t j = random_below(i + 1);
+        uint64_t j = simt_random_below(i + 1);
         order[i] = order[j];
         order[j] = i;
     }
@@ -670,8 +670,39 @@ static cudaError_t launch_refuse(const char *text, cudaError_t error, const std:
     return simt_error_set(error);
 }
 
+/* A launch as it waits in its stream. */
+struct Launch {
+    const char *text;
+    const void *kernel;
+    dim3 grid, block;
+    size_t shared_bytes;
+    std::function<void()> body;
+};
+
+static void launch_run(const Launch &launch)
+{
+    if (machine.faulted) return;
+    if (!machine.stacks) stacks_make();
+    machine.running = true;
+    machine.text = launch.text;
+    machine.kernel = launch.kernel;
+    machine.shared_bytes = launch.shared_bytes;
+    machine.body = &launch.body;
+    machine.threads = launch.block.x * launch.block.y * launch.block.z;
+    gridDim = launch.grid;
+    blockDim = launch.block;
+    if (!grid_run()) stacks_abandon();
+    ptrdiff_t at;
+    size_t bytes;
+    if (simt_fence_broken(&at, &bytes))
+        fault_record(nullptr, format("global memory was written out of bounds: byte %td of an allocation of %zu", at,
+                                     bytes));
+    machine.running = false;
+    if (machine.faulted) simt_error_set(cudaErrorLaunchFailure);
+}
+
 cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
-                        const std::function<void()> &body)
+                        cudaStream_t stream, std::function<void()> body)
 {
     if (machine.running) simt_fault("it launches the kernel %s", kernel_name(text).c_str());
     if (machine.faulted) return cudaErrorLaunchFailure;
@@ -686,23 +717,9 @@ cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 bl
     if (shared_bytes > limit)
         return launch_refuse(text, cudaErrorInvalidValue, format("%zu bytes of dynamic shared memory, %zu are allowed",
                                                                  shared_bytes, limit));
-    if (!machine.stacks) stacks_make();
-    machine.running = true;
-    machine.text = text;
-    machine.kernel = kernel;
-    machine.shared_bytes = shared_bytes;
-    machine.body = &body;
-    machine.threads = block.x * block.y * block.z;
-    gridDim = grid;
-    blockDim = block;
-    if (!grid_run()) stacks_abandon();
-    ptrdiff_t at;
-    size_t bytes;
-    if (simt_fence_broken(&at, &bytes))
-        fault_record(nullptr, format("global memory was written out of bounds: byte %td of an allocation of %zu", at,
-                                     bytes));
-    machine.running = false;
-    return machine.faulted ? simt_error_set(cudaErrorLaunchFailure) : cudaSuccess;
+    Launch launch = {text, kernel, grid, block, shared_bytes, std::move(body)};
+    cudaError_t error = simt_queue(stream, [launch] { launch_run(launch); });
+    return machine.faulted ? simt_error_set(cudaErrorLaunchFailure) : error;
 }
 
 /* --- for tests ----------------------------------------------------------------------------------------------------- */
@@ -713,6 +730,7 @@ std::string simt_fault_of(const std::function<void()> &body)
     machine.faulted = false;
     machine.fault.clear();
     body();
+    simt_streams_finish();
     machine.catching = machine.faulted = false;
     cudaGetLastError();
     return std::move(machine.fault);

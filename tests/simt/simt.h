@@ -4,10 +4,12 @@
  *
  *     g++ -x c++ -std=c++17 -DSIMT_EMULATION -Itests/simt -I. -fno-strict-aliasing -fsanitize=address,undefined kernels.cu
  *
- * and is linked with simt.cpp and simt_runtime.cpp (`make test-simt` does both). This header then stands in for
- * cuda_runtime.h, cuda_bf16.h and cuda_fp16.h.
+ * and is linked with simt.cpp, simt_runtime.cpp and simt_streams.cpp (`make test-simt` does both). This header then stands in
+ * for cuda_runtime.h, cuda_bf16.h and cuda_fp16.h, and cublasLt.h beside it (with cublasLt.cpp) for cuBLASLt.
+ * `make SIMT=1` builds the whole program so: the ordinary tests and the trainer, with the GPU's backends emulated.
  *
- * How it works. A launch runs its blocks one after another, in a random order, on the calling thread. A block's threads are
+ * How it works. A launch runs its blocks one after another, in a random order, on the calling thread, when its stream comes
+ * to it (at once on the default stream, else any time before something waits: simt_streams.cpp). A block's threads are
  * fibers: each has a stack of its own and runs until it waits, at a barrier or in a collective of its warp; then the next is
  * drawn at random from those that can run. So between two barriers the threads run one by one in random order, each as far
  * ahead of the others as the barriers let it, and atomics are points where another may step in. simt_seed() sets the order;
@@ -39,6 +41,10 @@
  *     memory is NaN, so results computed from it are NaN;
  *   - launches a GPU would refuse: returned as the error that CUDA returns, with a line on stderr. kernel_launch is
  *     [[nodiscard]], so dropping that error is a warning of the compiler.
+ *
+ *   - work on streams that nothing orders: a result read, or an input overwritten, before a synchronisation or an event says
+ *     that it may (as results that change with the seed); calls that may not be made while a stream is captured; copies
+ *     whose direction does not fit their addresses, or beyond an allocation.
  *
  * What it cannot find: anything of time or of the memory model (a missing __threadfence, a load the hardware moves); races
  * in global memory, between threads or blocks, except where the order of execution changes the result; blocks that wait for
@@ -425,16 +431,19 @@ SIMT_STORE_HINT(__stwb) SIMT_STORE_HINT(__stcg) SIMT_STORE_HINT(__stcs) SIMT_STO
 
 /* --- launches ------------------------------------------------------------------------------------------------------ */
 
-/* Runs `body` once for every thread. `text` begins with the kernel's name as the source has it. */
+/* Leaves `work` to a stream: to be done when its turn comes, at once on the default stream, or by a graph where the stream is
+ * being captured. */
+cudaError_t simt_queue(cudaStream_t stream, std::function<void()> work);
+/* Queues a launch, which runs `body` once for every thread. `text` begins with the kernel's name as the source has it. */
 cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
-                        const std::function<void()> &body);
+                        cudaStream_t stream, std::function<void()> body);
 
 /* As kernel_launch of device.h. A macro, for the kernel's name: in a template that launches, the names of its parameters. */
 #define kernel_launch(...) simt_kernel_launch(#__VA_ARGS__, __VA_ARGS__)
 
 template <typename... Parameters, typename... Arguments>
 [[nodiscard]] static inline cudaError_t simt_kernel_launch(const char *text, void (*kernel)(Parameters...), dim3 grid,
-                                                           dim3 block, size_t shared_bytes, cudaStream_t,
+                                                           dim3 block, size_t shared_bytes, cudaStream_t stream,
                                                            Arguments... arguments)
 {
     if (shared_bytes > 48 * 1024) {
@@ -442,8 +451,8 @@ template <typename... Parameters, typename... Arguments>
                                                   (int)shared_bytes);
         if (raised != cudaSuccess) return raised;
     }
-    return simt_launch(text, (const void *)kernel, grid, block, shared_bytes,
-                       [&] { kernel(static_cast<Parameters>(arguments)...); });
+    return simt_launch(text, (const void *)kernel, grid, block, shared_bytes, stream,
+                       [=] { kernel(static_cast<Parameters>(arguments)...); });
 }
 
 /* --- for tests ----------------------------------------------------------------------------------------------------- */

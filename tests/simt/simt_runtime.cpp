@@ -1,17 +1,24 @@
-/* simt_runtime.cpp - the host side of the runtime that simt_runtime.h declares: fenced memory, errors, one device. */
+/* simt_runtime.cpp - the host side of the runtime that simt_runtime.h declares: fenced memory and copies, errors, one device. */
 #include "simt.h"
 
 #include <stdlib.h>
-#include <time.h>
 
 #include <map>
+#include <vector>
 
 #include "simt_machine.h"
 
-enum { FENCE = 4096, FENCE_BYTE = 0xa5 };
+enum { FENCE = 4096, FENCE_BYTE = 0xa5, CUDA_VERSION = 13000 };
+#define DEVICE_BYTES ((size_t)16 << 30)
+
+struct Allocation {
+    size_t bytes;
+    SimtMemory kind;
+};
 
 static struct {
-    std::map<char *, size_t> allocations; /* user pointer and bytes, of device and pinned memory */
+    std::map<char *, Allocation> allocations; /* by the user's pointer: device and pinned memory */
+    size_t device_bytes;
     cudaError_t last_error;
     int sm; /* 0: as unset */
 } host = {};
@@ -23,7 +30,7 @@ bool simt_fence_broken(ptrdiff_t *at, size_t *bytes)
     if (__asan_poison_memory_region) return false;
     for (const auto &allocation : host.allocations)
         for (ptrdiff_t i = -FENCE; i < FENCE; i++) {
-            *bytes = allocation.second;
+            *bytes = allocation.second.bytes;
             *at = i < 0 ? i : (ptrdiff_t)*bytes + i;
             if ((unsigned char)allocation.first[*at] == FENCE_BYTE) continue;
             allocation.first[*at] = (char)FENCE_BYTE;
@@ -32,67 +39,127 @@ bool simt_fence_broken(ptrdiff_t *at, size_t *bytes)
     return false;
 }
 
-static cudaError_t memory_allocate(void **memory, size_t bytes, int fill)
+static cudaError_t memory_allocate(void **memory, size_t bytes, SimtMemory kind)
 {
     *memory = nullptr;
+    if (simt_capture_forbids("an allocation")) return cudaErrorStreamCaptureUnsupported;
     if (bytes == 0) return cudaSuccess;
-    if (bytes > SIZE_MAX / 2) return simt_error_set(cudaErrorMemoryAllocation);
+    if (bytes > DEVICE_BYTES - host.device_bytes) return simt_error_set(cudaErrorMemoryAllocation);
     char *base = (char *)aligned_alloc(256, (bytes + 2 * FENCE + 255) / 256 * 256);
     if (!base) return simt_error_set(cudaErrorMemoryAllocation);
     char *user = base + FENCE;
     memset(base, FENCE_BYTE, FENCE);
-    memset(user, fill, bytes);
+    memset(user, 0xff, bytes);
     memset(user + bytes, FENCE_BYTE, FENCE);
     if (__asan_poison_memory_region) {
         __asan_poison_memory_region(base, FENCE);
         __asan_poison_memory_region(user + bytes, FENCE);
     }
-    host.allocations[user] = bytes;
+    host.allocations[user] = {bytes, kind};
+    if (kind == SIMT_DEVICE) host.device_bytes += bytes;
     *memory = user;
     return cudaSuccess;
 }
 
-cudaError_t cudaMalloc(void **memory, size_t bytes) { return memory_allocate(memory, bytes, 0xff); }
-cudaError_t cudaMallocHost(void **memory, size_t bytes) { return memory_allocate(memory, bytes, 0xff); }
-cudaError_t cudaFreeHost(void *memory) { return cudaFree(memory); }
+cudaError_t cudaMalloc(void **memory, size_t bytes) { return memory_allocate(memory, bytes, SIMT_DEVICE); }
+cudaError_t cudaMallocHost(void **memory, size_t bytes) { return memory_allocate(memory, bytes, SIMT_PINNED); }
 
-cudaError_t cudaFree(void *memory)
+static cudaError_t memory_free(void *memory)
 {
-    if (!memory) return cudaSuccess;
     auto allocation = host.allocations.find((char *)memory);
     if (allocation == host.allocations.end()) return simt_error_set(cudaErrorInvalidValue);
     char *base = allocation->first - FENCE;
-    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(base, allocation->second + 2 * FENCE);
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(base, allocation->second.bytes + 2 * FENCE);
+    if (allocation->second.kind == SIMT_DEVICE) host.device_bytes -= allocation->second.bytes;
     host.allocations.erase(allocation);
     free(base);
     return cudaSuccess;
 }
 
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind)
+cudaError_t cudaFree(void *memory)
 {
-    if (bytes) memmove(to, from, bytes);
-    return cudaSuccess;
+    if (!memory) return cudaSuccess;
+    if (simt_capture_forbids("cudaFree")) return cudaErrorStreamCaptureUnsupported;
+    simt_streams_finish();
+    return memory_free(memory);
 }
 
-cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                         cudaMemcpyKind)
-{
-    if (width > to_pitch || width > from_pitch) return simt_error_set(cudaErrorInvalidValue);
-    for (size_t row = 0; row < height; row++)
-        memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
-    return cudaSuccess;
-}
+cudaError_t cudaFreeHost(void *memory) { return cudaFree(memory); }
 
-cudaError_t cudaMemset(void *memory, int value, size_t bytes)
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream)
 {
-    if (bytes) memset(memory, value, bytes);
-    return cudaSuccess;
+    if (!memory) return cudaSuccess;
+    return simt_queue(stream, [memory] { memory_free(memory); });
 }
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes)
 {
-    *free_bytes = *total_bytes = (size_t)16 << 30;
+    *total_bytes = DEVICE_BYTES;
+    *free_bytes = DEVICE_BYTES - host.device_bytes;
     return cudaSuccess;
+}
+
+/* --- copies -------------------------------------------------------------------------------------------------------- */
+
+SimtMemory simt_memory(const void *memory, size_t bytes)
+{
+    const char *from = (const char *)memory;
+    auto next = host.allocations.upper_bound((char *)from);
+    if (next != host.allocations.end() && from + bytes > next->first - FENCE) return SIMT_OUTSIDE;
+    if (next == host.allocations.begin()) return SIMT_PAGEABLE;
+    const auto &found = *--next;
+    ptrdiff_t at = from - found.first;
+    if (at + (ptrdiff_t)bytes <= (ptrdiff_t)found.second.bytes) return found.second.kind;
+    return at < (ptrdiff_t)found.second.bytes + FENCE ? SIMT_OUTSIDE : SIMT_PAGEABLE;
+}
+
+static cudaError_t copy_refuse(const char *why)
+{
+    fprintf(stderr, "simt: a copy or fill refused: %s\n", why);
+    return simt_error_set(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                              cudaMemcpyKind kind, cudaStream_t stream)
+{
+    if (!stream && simt_capture_forbids("cudaMemcpy")) return cudaErrorStreamCaptureUnsupported;
+    if (width > to_pitch || width > from_pitch) return simt_error_set(cudaErrorInvalidValue);
+    if (width == 0 || height == 0) return cudaSuccess;
+    SimtMemory target = simt_memory(to, (height - 1) * to_pitch + width);
+    SimtMemory source = simt_memory(from, (height - 1) * from_pitch + width);
+    if (target == SIMT_OUTSIDE || source == SIMT_OUTSIDE) return copy_refuse("it leaves an allocation");
+    bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    if (kind != cudaMemcpyDefault && (to_device != (target == SIMT_DEVICE) || from_device != (source == SIMT_DEVICE)))
+        return copy_refuse("an address is not on the side that the direction says");
+
+    /* Pageable memory may be changed as soon as the call returns, and holds the result then; not so in a graph. */
+    std::shared_ptr<std::vector<char>> kept;
+    if (stream && source == SIMT_PAGEABLE && !simt_capturing(stream)) {
+        const char *first = (const char *)from;
+        kept = std::make_shared<std::vector<char>>(first, first + (height - 1) * from_pitch + width);
+        from = kept->data();
+    }
+    cudaError_t error = simt_queue(stream, [=] {
+        (void)kept; /* lives as long as this */
+        for (size_t row = 0; row < height; row++)
+            memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+    });
+    return stream && target == SIMT_PAGEABLE && !simt_capturing(stream) ? cudaStreamSynchronize(stream) : error;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream)
+{
+    return cudaMemcpy2DAsync(to, bytes, from, bytes, bytes, 1, kind, stream);
+}
+
+cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream)
+{
+    if (!stream && simt_capture_forbids("cudaMemset")) return cudaErrorStreamCaptureUnsupported;
+    if (bytes == 0) return cudaSuccess;
+    SimtMemory target = simt_memory(memory, bytes);
+    if (target != SIMT_DEVICE && target != SIMT_PINNED) return copy_refuse("it fills what is not of one allocation");
+    return simt_queue(stream, [=] { memset(memory, value, bytes); });
 }
 
 /* --- the rest of the host runtime ---------------------------------------------------------------------------------- */
@@ -117,10 +184,17 @@ static const struct { cudaError_t error; const char *name, *text; } error_texts[
     {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
     {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
     {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient"},
+    {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorNoKernelImageForDevice, "cudaErrorNoKernelImageForDevice", "no kernel image is available for the device"},
     {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "not permitted when a stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated", "a call before spoiled the capture"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation", "a dependency on work outside of the capture"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit", "the default stream would wait for a capturing one"},
 };
 
 const char *cudaGetErrorString(cudaError_t error)
@@ -135,52 +209,29 @@ const char *cudaGetErrorName(cudaError_t error)
     return "unrecognized error code";
 }
 
-/* A stream and an event are something to point at. */
-struct CUstream_st { unsigned flags; };
-struct CUevent_st { timespec time; };
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+static bool device_is(const char *what)
 {
-    *stream = new CUstream_st{flags};
+    const char *wanted = getenv("SIMT_DEVICE");
+    return wanted && !strcmp(wanted, what);
+}
+
+cudaError_t cudaDriverGetVersion(int *version)
+{
+    *version = device_is("old-driver") ? CUDA_VERSION - 1000 : CUDA_VERSION;
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamDestroy(cudaStream_t stream)
+cudaError_t cudaRuntimeGetVersion(int *version)
 {
-    delete stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return simt_faulted() ? cudaErrorLaunchFailure : cudaSuccess; }
-cudaError_t cudaDeviceSynchronize(void) { return cudaStreamSynchronize(nullptr); }
-
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
-{
-    *event = new CUevent_st{};
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t)
-{
-    clock_gettime(CLOCK_MONOTONIC, &event->time);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end)
-{
-    *milliseconds = (float)((double)(end->time.tv_sec - start->time.tv_sec) * 1e3 +
-                            (double)(end->time.tv_nsec - start->time.tv_nsec) * 1e-6);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventDestroy(cudaEvent_t event)
-{
-    delete event;
+    *version = CUDA_VERSION;
     return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceCount(int *count)
 {
+    *count = 0;
+    if (device_is("none")) return simt_error_set(cudaErrorNoDevice);
+    if (device_is("old-driver")) return simt_error_set(cudaErrorInsufficientDriver);
     *count = 1;
     return cudaSuccess;
 }
@@ -193,7 +244,14 @@ cudaError_t cudaGetDevice(int *device)
 
 cudaError_t cudaSetDevice(int device) { return simt_error_set(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 
-static int device_sm(void) { return host.sm ? host.sm : 80; }
+static int device_sm(void)
+{
+    const char *wanted = getenv("SIMT_DEVICE");
+    int sm = 80;
+    if (host.sm) return host.sm;
+    if (wanted) sscanf(wanted, "sm_%d", &sm);
+    return sm;
+}
 void simt_set_sm(int sm) { host.sm = sm; }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device)
@@ -201,7 +259,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device)
     if (device != 0) return simt_error_set(cudaErrorInvalidDevice);
     *properties = cudaDeviceProp{};
     snprintf(properties->name, sizeof properties->name, "SIMT emulation");
-    properties->totalGlobalMem = (size_t)16 << 30;
+    properties->totalGlobalMem = DEVICE_BYTES;
     properties->sharedMemPerBlock = SIMT_SHARED_DEFAULT;
     properties->sharedMemPerBlockOptin = SIMT_SHARED_LIMIT;
     properties->sharedMemPerMultiprocessor = SIMT_SHARED_LIMIT + 1024;
@@ -243,5 +301,14 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > SIMT_SHARED_LIMIT)
         return simt_error_set(cudaErrorInvalidValue);
     simt_dynamic_limit_set(kernel, (size_t)value);
+    return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *)
+{
+    *attributes = cudaFuncAttributes{};
+    if (device_is("other-arch")) return simt_error_set(cudaErrorNoKernelImageForDevice);
+    attributes->maxThreadsPerBlock = SIMT_MAX_THREADS;
+    attributes->binaryVersion = attributes->ptxVersion = device_sm();
     return cudaSuccess;
 }

@@ -171,7 +171,7 @@ static void test_shared_memory(void)
     Case c(1, 5, 128);
     auto kernel = minimal_forward_kernel<32, 32, FAULT_NONE>;
     size_t bytes = minimal_forward_shared(32, 32, 128);
-    cudaError_t error = simt_launch("minimal_forward_kernel", (const void *)kernel, 1, 32, bytes, [&] {
+    cudaError_t error = simt_launch("minimal_forward_kernel", (const void *)kernel, 1, 32, bytes, nullptr, [&] {
         kernel(c.device[Case::O], c.lse, c.device[Case::Q], c.device[Case::K], c.device[Case::V], c.T, c.HS, c.scale);
     });
     CHECK(error == cudaErrorInvalidValue && cudaGetLastError() == error, "got %s", cudaGetErrorString(error));
