@@ -1,14 +1,14 @@
 /* bench_attention.c - verifies and times every attention kernel: those of the table, and shared objects.
  *
- *     build/dev/bench_attention [--shape B,NH,T,HS]... [options] [KERNEL.so ...]
+ *     build/dev/bench_attention [--device cpu|cuda] [--dtype fp32|bf16] [--shape B,NH,T,HS]... [KERNEL.so ...]
  *
- * A kernel is verified on each T and HS (one sequence, two heads at the most) by the checker of the tests before it is
- * timed there; a wrong one is not timed, and the exit status is 1. Times are medians over runs on random data in the
- * trainer's packed layout, the caches flushed before each. Operations are counted as the papers do: forward
- * 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. The table goes to stdout and, with what it was measured on,
- * to dev/results/<machine>/attention.csv.
+ * A kernel is verified on each T and HS (one sequence, two heads at the most; long sequences in sampled rows) by the checker
+ * of the tests before it is timed there; a wrong one is not timed, and the exit status is 1. Times are medians over runs on
+ * random data in the trainer's packed layout, the caches flushed before each; on a GPU they are taken by events on the stream.
+ * Operations are counted as the papers do: forward 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. The table
+ * goes to stdout and, with what it was measured on, to dev/results/<machine>/attention.csv.
  */
-#include "tests/attention_check.h"
+#include "tests/attention_gpu.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -16,6 +16,10 @@
 #include <glob.h>
 #include <sys/stat.h>
 #include <time.h>
+
+#ifdef HAVE_CUDA
+#include <cuda_runtime_api.h>
+#endif
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -31,13 +35,15 @@ static int omp_get_max_threads(void) { return 1; }
 
 #define MAX_SHAPES 64
 #define MAX_KERNELS 64
-#define FLUSH_BYTES ((size_t)96 << 20)
+#define FLUSH_BYTES_CPU ((size_t)96 << 20)
+#define FLUSH_BYTES_GPU ((size_t)256 << 20) /* more than the second-level cache of any GPU so far */
+#define RANDOM_BLOCK ((int64_t)1 << 22)     /* elements after which random data repeats */
 
 typedef struct Options {
-    int64_t shapes[MAX_SHAPES][4]; /* B, NH, T, HS */
+    int64_t shapes[MAX_SHAPES][5]; /* B, NH, T, HS, dtype */
     int shape_count, repeats;
-    double limit; /* seconds that forward and backward together may take */
-    const char *only, *out;
+    double limit; /* seconds that forward and backward together may take; below 0: by device */
+    const char *only, *out, *device, *dtype;
 } Options;
 
 typedef struct Timing {
@@ -49,10 +55,17 @@ typedef struct Bench {
     const AttentionKernel *kernels[MAX_KERNELS];
     double rate[MAX_KERNELS]; /* operations a second of forward and backward on the last shape; 0 before the first */
     int kernel_count, faults;
+    Machine machine;
     unsigned char *flush;
     FILE *csv;
-    char machine[128], commit[64], date[32];
+    char name[256], built_with[256], runs_with[128], commit[64], date[32];
 } Bench;
+
+/* What a timed call works on, in the machine's memory. */
+typedef struct Tensors {
+    unsigned char *qkv, *dqkv, *O, *dO, *LSE;
+    unsigned char *saved, *scratch; /* of one kernel */
+} Tensors;
 
 static double now(void)
 {
@@ -81,54 +94,121 @@ static double median(double *values, int count)
 }
 
 /* Reads and writes more than the caches hold, on every core: each has its own, and threads that just worked are awake. */
-static void flush_caches(unsigned char *memory)
+static void flush_caches(const Bench *bench)
 {
-#pragma omp parallel for
-    for (size_t i = 0; i < FLUSH_BYTES; i += 64) memory[i]++;
-}
-
-static float *random_floats(int64_t count, uint64_t seed)
-{
-    float *values = host_alloc((size_t)count * sizeof(float) + 1);
-    if (!values) {
-        fprintf(stderr, "not enough memory for %lld floats\n", (long long)count);
-        exit(1);
+    if (bench->machine.device == ATTENTION_CUDA) {
+        gpu.backend->zero(bench->flush, FLUSH_BYTES_GPU, gpu.stream);
+        return;
     }
-    for (int64_t i = 0; i < count; i++) values[i] = (float)random_bell(&seed);
-    return values;
+#pragma omp parallel for
+    for (size_t i = 0; i < FLUSH_BYTES_CPU; i += 64) bench->flush[i]++;
 }
 
-/* Times a kernel on the CPU in the trainer's layout; at most `repeats` runs, fewer where they take long. Returns NULL or
- * what the kernel says. */
-static const char *time_kernel(const AttentionKernel *kernel, const AttentionShape *shape, int repeats, Bench *bench,
-                               Timing *timing)
+/* `count` random elements of a type in the machine's memory, or NULL. */
+static unsigned char *random_tensor(const Bench *bench, Dtype dtype, int64_t count, uint64_t seed)
+{
+    size_t element = dtype == DTYPE_BF16 ? 2 : 4;
+    int64_t block = count < RANDOM_BLOCK ? count : RANDOM_BLOCK;
+    unsigned char *tensor = bench->machine.alloc((size_t)count * element + 1);
+    unsigned char *host = allocate_zeros(block, element);
+    for (int64_t i = 0; i < block; i++) {
+        float value = round_to((float)random_bell(&seed), dtype);
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        if (element == 2) bits >>= 16;
+        memcpy(host + (size_t)i * element, &bits, element);
+    }
+    for (int64_t at = 0; at < count && tensor; at += block) {
+        int64_t length = count - at < block ? count - at : block;
+        bench->machine.copy_in(tensor + (size_t)at * element, host, (size_t)length * element);
+    }
+    free(host);
+    return tensor;
+}
+
+static void tensors_free(const Bench *bench, Tensors *tensors)
+{
+    unsigned char *all[] = {tensors->qkv, tensors->dqkv, tensors->O, tensors->dO, tensors->LSE};
+    for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
+        if (all[k]) bench->machine.free(all[k]);
+}
+
+/* What all kernels work on in turn; 0, or -1 where there is no memory. */
+static int tensors_create(const Bench *bench, const AttentionShape *shape, Tensors *tensors)
 {
     int64_t N = shape->B * shape->T, C = shape->NH * shape->HS;
-    float *qkv = random_floats(N * 3 * C, 1), *dqkv = random_floats(N * 3 * C, 2), *O = random_floats(N * C, 3);
-    float *dO = random_floats(N * C, 4), *LSE = random_floats(N * shape->NH, 5);
-    void *saved = host_alloc(kernel->saved_bytes(shape) + 1), *scratch = host_alloc(kernel->scratch_bytes(shape) + 1);
-    AttentionInput Q = attention_packed_input(qkv, 0, shape, sizeof(float));
-    AttentionInput K = attention_packed_input(qkv, 1, shape, sizeof(float));
-    AttentionInput V = attention_packed_input(qkv, 2, shape, sizeof(float));
+    tensors->qkv = random_tensor(bench, shape->dtype, N * 3 * C, 1);
+    tensors->dqkv = random_tensor(bench, shape->dtype, N * 3 * C, 2);
+    tensors->O = random_tensor(bench, shape->dtype, N * C, 3);
+    tensors->dO = random_tensor(bench, shape->dtype, N * C, 4);
+    tensors->LSE = random_tensor(bench, DTYPE_FP32, N * shape->NH, 5);
+    return tensors->qkv && tensors->dqkv && tensors->O && tensors->dO && tensors->LSE ? 0 : -1;
+}
+
+static const char *call_kernel(const Bench *bench, const AttentionKernel *kernel, const AttentionShape *shape,
+                               const Tensors *tensors, int backward)
+{
+    size_t element = shape->dtype == DTYPE_BF16 ? 2 : 4;
+    float *LSE = (float *)(void *)tensors->LSE;
+    AttentionInput Q = attention_packed_input(tensors->qkv, 0, shape, element);
+    AttentionInput K = attention_packed_input(tensors->qkv, 1, shape, element);
+    AttentionInput V = attention_packed_input(tensors->qkv, 2, shape, element);
+    if (!backward)
+        return kernel->forward(attention_rows_output(tensors->O, shape), LSE, tensors->saved, tensors->scratch, Q, K, V,
+                               shape, bench->machine.stream);
+    return kernel->backward(attention_packed_output(tensors->dqkv, 0, shape, element),
+                            attention_packed_output(tensors->dqkv, 1, shape, element),
+                            attention_packed_output(tensors->dqkv, 2, shape, element), tensors->scratch,
+                            attention_rows_input(tensors->dO, shape), Q, K, V, attention_rows_input(tensors->O, shape), LSE,
+                            tensors->saved, shape, bench->machine.stream);
+}
+
+/* One call with cold caches, in *seconds. */
+static const char *time_call(const Bench *bench, const AttentionKernel *kernel, const AttentionShape *shape,
+                             const Tensors *tensors, int backward, double *seconds)
+{
+    flush_caches(bench);
+#ifdef HAVE_CUDA
+    if (bench->machine.device == ATTENTION_CUDA) {
+        cudaStream_t stream = (cudaStream_t)bench->machine.stream;
+        cudaEvent_t start, end;
+        float milliseconds = 0;
+        cudaError_t error = cudaEventCreate(&start);
+        if (error == cudaSuccess) error = cudaEventCreate(&end);
+        if (error == cudaSuccess) error = cudaEventRecord(start, stream);
+        if (error != cudaSuccess) return cudaGetErrorString(error);
+        const char *fault = call_kernel(bench, kernel, shape, tensors, backward);
+        if (fault) return fault;
+        error = cudaEventRecord(end, stream);
+        if (error == cudaSuccess) error = cudaEventSynchronize(end);
+        if (error == cudaSuccess) error = cudaEventElapsedTime(&milliseconds, start, end);
+        cudaEventDestroy(start);
+        cudaEventDestroy(end);
+        *seconds = milliseconds * 1e-3;
+        return error == cudaSuccess ? NULL : cudaGetErrorString(error);
+    }
+#endif
+    double start = now();
+    const char *fault = call_kernel(bench, kernel, shape, tensors, backward);
+    *seconds = now() - start;
+    return fault;
+}
+
+/* Times a kernel in the trainer's layout; at most `repeats` runs, fewer where they take long. Returns NULL or what the
+ * kernel says. */
+static const char *time_kernel(const Bench *bench, const AttentionKernel *kernel, const AttentionShape *shape,
+                               Tensors *tensors, int repeats, Timing *timing)
+{
     double *forward = allocate_zeros(repeats, sizeof(double)), *backward = allocate_zeros(repeats, sizeof(double));
     double spent = 0;
-    const char *fault = saved && scratch ? NULL : "not enough memory for saved and scratch";
+    tensors->saved = bench->machine.alloc(kernel->saved_bytes(shape) + 1);
+    tensors->scratch = bench->machine.alloc(kernel->scratch_bytes(shape) + 1);
+    const char *fault = tensors->saved && tensors->scratch ? NULL : "not enough memory for saved and scratch";
     /* Run -1 warms up: pages are mapped, threads exist. It counts only where it alone takes long. */
     for (int run = -1; run < repeats && !fault && spent < 1; run++) {
         int at = run < 0 ? 0 : run;
-        flush_caches(bench->flush);
-        double start = now();
-        fault = kernel->forward(attention_rows_output(O, shape), LSE, saved, scratch, Q, K, V, shape, NULL);
-        forward[at] = now() - start;
-        if (fault) break;
-        flush_caches(bench->flush);
-        start = now();
-        fault = kernel->backward(attention_packed_output(dqkv, 0, shape, sizeof(float)),
-                                 attention_packed_output(dqkv, 1, shape, sizeof(float)),
-                                 attention_packed_output(dqkv, 2, shape, sizeof(float)), scratch,
-                                 attention_rows_input(dO, shape), Q, K, V, attention_rows_input(O, shape), LSE, saved, shape,
-                                 NULL);
-        backward[at] = now() - start;
+        fault = time_call(bench, kernel, shape, tensors, 0, &forward[at]);
+        if (!fault) fault = time_call(bench, kernel, shape, tensors, 1, &backward[at]);
         spent += forward[at] + backward[at];
         timing->runs = at + 1;
     }
@@ -136,24 +216,36 @@ static const char *time_kernel(const AttentionKernel *kernel, const AttentionSha
         timing->forward = median(forward, timing->runs);
         timing->backward = median(backward, timing->runs);
     }
-    free(qkv), free(dqkv), free(O), free(dO), free(LSE), free(saved), free(scratch), free(forward), free(backward);
+    if (tensors->saved) bench->machine.free(tensors->saved);
+    if (tensors->scratch) bench->machine.free(tensors->scratch);
+    free(forward), free(backward);
     return fault;
 }
 
 /* --- one shape ----------------------------------------------------------------------------------------------------- */
 
+static const char *const dtype_names[DTYPE_COUNT] = {"fp32", "bf16"};
+
 static void report(Bench *bench, const AttentionKernel *kernel, const AttentionShape *shape, const Timing *timing)
 {
-    double operations = forward_operations(shape);
-    double forward = operations / timing->forward / 1e9, backward = 2.5 * operations / timing->backward / 1e9;
+    double operations = forward_operations(shape), unit = bench->machine.device == ATTENTION_CUDA ? 1e12 : 1e9;
+    double forward = operations / timing->forward / unit, backward = 2.5 * operations / timing->backward / unit;
     double megabytes = (double)(kernel->scratch_bytes(shape) + kernel->saved_bytes(shape)) / 1e6;
-    printf("  %-12s %10.3f %10.3f %10.1f %10.1f %10.2f %6d\n", kernel->name, timing->forward * 1e3, timing->backward * 1e3,
+    printf("  %-16s %10.3f %10.3f %10.1f %10.1f %10.2f %6d\n", kernel->name, timing->forward * 1e3, timing->backward * 1e3,
            forward, backward, megabytes, timing->runs);
     if (bench->csv)
-        fprintf(bench->csv, "%s,%lld,%lld,%lld,%lld,fp32,%.6g,%.6g,%.5g,%.5g,%.5g,%d,%s,\"%s\",%d,%s,%s\n", kernel->name,
-                (long long)shape->B, (long long)shape->NH, (long long)shape->T, (long long)shape->HS, timing->forward * 1e3,
-                timing->backward * 1e3, forward, backward, megabytes, timing->runs, bench->machine, COMPILER,
-                omp_get_max_threads(), bench->commit, bench->date);
+        fprintf(bench->csv, "%s,%lld,%lld,%lld,%lld,%s,%.6g,%.6g,%.5g,%.5g,%.5g,%d,\"%s\",\"%s\",\"%s\",%s,%s\n",
+                kernel->name, (long long)shape->B, (long long)shape->NH, (long long)shape->T, (long long)shape->HS,
+                dtype_names[shape->dtype], timing->forward * 1e3, timing->backward * 1e3, forward, backward, megabytes,
+                timing->runs, bench->name, bench->built_with, bench->runs_with, bench->commit, bench->date);
+}
+
+/* Whether a kernel is right on a problem; in sampled rows where `rows` is not NULL. */
+static int verify(const Bench *bench, const AttentionKernel *kernel, const Problem *problem, const int64_t *rows,
+                  Judgement *judgement)
+{
+    if (rows) return check_sampled(kernel, problem, rows, &bench->machine, judgement);
+    return check_kernel(kernel, problem, LAYOUT_PACKED, 0, &bench->machine, judgement);
 }
 
 /* Verifies and times all kernels on one shape. */
@@ -162,26 +254,34 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
     AttentionShape small = *shape;
     small.B = 1;
     small.NH = shape->NH > 2 ? 2 : shape->NH;
-    Problem problem = problem_create(small, INPUT_NORMAL, 29);
-    printf("B %lld, NH %lld, T %lld, HS %lld, fp32\n", (long long)shape->B, (long long)shape->NH, (long long)shape->T,
-           (long long)shape->HS);
-    printf("  %-12s %10s %10s %10s %10s %10s %6s\n", "kernel", "forward ms", "backward", "GFLOP/s", "backward", "memory MB",
+    int64_t sampled[SAMPLED_ROWS], *rows = shape->T > 2048 ? sampled : NULL;
+    const char *unit = bench->machine.device == ATTENTION_CUDA ? "TFLOP/s" : "GFLOP/s";
+    Problem problem = problem_open(small, INPUT_NORMAL, 29);
+    if (rows) problem_solve_sampled(&problem, rows);
+    else problem_solve(&problem);
+    printf("B %lld, NH %lld, T %lld, HS %lld, %s\n", (long long)shape->B, (long long)shape->NH, (long long)shape->T,
+           (long long)shape->HS, dtype_names[shape->dtype]);
+    printf("  %-16s %10s %10s %10s %10s %10s %6s\n", "kernel", "forward ms", "backward", unit, "backward", "memory MB",
            "runs");
+    Tensors tensors;
+    int has_memory = tensors_create(bench, shape, &tensors) == 0;
     for (int k = 0; k < bench->kernel_count; k++) {
         const AttentionKernel *kernel = bench->kernels[k];
         Judgement judgement = {""};
         Timing timing = {0};
-        const char *reason = kernel->refuse(shape, 0);
+        const char *reason = kernel->refuse(shape, bench->machine.sm);
         double operations = 3.5 * forward_operations(shape), guess = bench->rate[k] ? operations / bench->rate[k] : 0;
         if (reason) {
-            printf("  %-12s refuses: %s\n", kernel->name, reason);
+            printf("  %-16s refuses: %s\n", kernel->name, reason);
+        } else if (!has_memory) {
+            printf("  %-16s left out: not enough memory for the tensors\n", kernel->name);
         } else if (guess > options->limit) {
-            printf("  %-12s left out: about %.1f s a run, the limit is %.1f s\n", kernel->name, guess, options->limit);
-        } else if (check_kernel(kernel, &problem, LAYOUT_PACKED, 0, &cpu_machine, &judgement)) {
-            printf("  %-12s WRONG, not timed: %s\n", kernel->name, judgement.text);
+            printf("  %-16s left out: about %.1f s a run, the limit is %.1f s\n", kernel->name, guess, options->limit);
+        } else if (verify(bench, kernel, &problem, rows, &judgement)) {
+            printf("  %-16s WRONG, not timed: %s\n", kernel->name, judgement.text);
             bench->faults++;
-        } else if ((reason = time_kernel(kernel, shape, options->repeats, bench, &timing)) != NULL) {
-            printf("  %-12s failed: %s\n", kernel->name, reason);
+        } else if ((reason = time_kernel(bench, kernel, shape, &tensors, options->repeats, &timing)) != NULL) {
+            printf("  %-16s failed: %s\n", kernel->name, reason);
             bench->faults++;
         } else {
             bench->rate[k] = operations / (timing.forward + timing.backward);
@@ -189,6 +289,7 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
         }
         fflush(stdout);
     }
+    tensors_free(bench, &tensors);
     problem_free(&problem);
 }
 
@@ -204,37 +305,59 @@ static void first_line(char *text, size_t size, const char *command)
     pclose(pipe);
 }
 
-/* A folder name for this CPU: "cpu-amd-epyc". */
-static void name_machine(char *name, size_t size)
+/* A name for this machine's processor: what it is sold as. */
+static void name_machine(Bench *bench)
 {
     char line[256] = "", *model = NULL;
+#ifdef HAVE_CUDA
+    struct cudaDeviceProp properties;
+    if (bench->machine.device == ATTENTION_CUDA && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) {
+        snprintf(bench->name, sizeof bench->name, "%s", properties.name);
+        snprintf(bench->built_with, sizeof bench->built_with, "CUDA %d.%d", CUDART_VERSION / 1000,
+                 CUDART_VERSION % 1000 / 10);
+        first_line(line, sizeof line, "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null");
+        snprintf(bench->runs_with, sizeof bench->runs_with, "driver %.64s", line[0] ? line : "unknown");
+        return;
+    }
+#endif
     FILE *info = fopen("/proc/cpuinfo", "r");
     while (info && !model && fgets(line, sizeof line, info))
         if (strncmp(line, "model name", 10) == 0) model = strchr(line, ':');
     if (info) fclose(info);
-    size_t used = (size_t)snprintf(name, size, "cpu");
-    int gap = 1;
-    for (const char *c = model ? model + 1 : "unknown"; *c && used + 2 < size; c++) {
+    line[strcspn(line, "\n")] = 0;
+    snprintf(bench->name, sizeof bench->name, "CPU %s", model ? model + 1 + strspn(model + 1, " ") : "unknown");
+    snprintf(bench->built_with, sizeof bench->built_with, "%s", COMPILER);
+    snprintf(bench->runs_with, sizeof bench->runs_with, "%d threads", omp_get_max_threads());
+}
+
+/* A name as a folder's: "cpu-amd-epyc", "nvidia-h200". */
+static void name_folder(char *folder, size_t size, const char *name)
+{
+    size_t used = 0;
+    int gap = 0;
+    for (const char *c = name; *c && used + 2 < size; c++) {
         if (!isalnum((unsigned char)*c)) {
-            gap = 1;
+            gap = used > 0;
             continue;
         }
-        if (gap) name[used++] = '-';
+        if (gap) folder[used++] = '-';
         gap = 0;
-        name[used++] = (char)tolower((unsigned char)*c);
+        folder[used++] = (char)tolower((unsigned char)*c);
     }
-    name[used] = 0;
+    folder[used] = 0;
 }
 
 /* Opens the CSV: the file asked for, or the one of this machine. Without a dev/results to write to there is none. */
 static void open_csv(Bench *bench, const Options *options)
 {
-    char path[512], folder[256];
+    char path[512], folder[400], name[256];
     time_t seconds = time(NULL);
-    name_machine(bench->machine, sizeof bench->machine);
-    first_line(bench->commit, sizeof bench->commit, "git rev-parse --short HEAD 2>/dev/null");
+    const char *commit = getenv("FLASHGPT_COMMIT"), *unit = bench->machine.device == ATTENTION_CUDA ? "tflops" : "gflops";
+    name_folder(name, sizeof name, bench->name);
+    if (commit) snprintf(bench->commit, sizeof bench->commit, "%s", commit);
+    else first_line(bench->commit, sizeof bench->commit, "git rev-parse --short HEAD 2>/dev/null");
     strftime(bench->date, sizeof bench->date, "%Y-%m-%d", gmtime(&seconds));
-    snprintf(folder, sizeof folder, "dev/results/%s", bench->machine);
+    snprintf(folder, sizeof folder, "dev/results/%s", name);
     snprintf(path, sizeof path, "%s/attention.csv", folder);
     if (!options->out && ((mkdir("dev/results", 0777) && errno != EEXIST) || (mkdir(folder, 0777) && errno != EEXIST))) {
         fprintf(stderr, "no CSV: cannot make %s here: %s (run it from the repository's root)\n", folder, strerror(errno));
@@ -245,16 +368,37 @@ static void open_csv(Bench *bench, const Options *options)
         fprintf(stderr, "cannot write %s: %s\n", options->out ? options->out : path, strerror(errno));
         exit(1);
     }
-    fprintf(bench->csv, "kernel,B,NH,T,HS,dtype,forward_ms,backward_ms,forward_gflops,backward_gflops,memory_mb,runs,"
-                        "machine,compiler,threads,commit,date\n");
+    fprintf(bench->csv, "kernel,B,NH,T,HS,dtype,forward_ms,backward_ms,forward_%s,backward_%s,memory_mb,runs,"
+                        "machine,built_with,runs_with,commit,date\n", unit, unit);
 }
 
-/* Adds the shared object at `path`; a wrong one is an error. */
-static void add_object(Bench *bench, const char *path)
+/* Opens the device asked for; "auto" is a GPU where there is one. */
+static void open_machine(Bench *bench, const char *device)
+{
+    char error[1024];
+    int wants_gpu = strcmp(device, "cpu") != 0;
+    if (wants_gpu && gpu_open(&bench->machine, error, sizeof error) == 0) {
+        bench->flush = gpu.backend->alloc(FLUSH_BYTES_GPU, gpu.stream);
+    } else if (strcmp(device, "cuda") == 0) {
+        fprintf(stderr, "--device cuda: %s\n", error);
+        exit(1);
+    } else {
+        bench->machine = cpu_machine;
+        bench->flush = allocate_zeros((int64_t)FLUSH_BYTES_CPU, 1);
+    }
+    if (bench->flush) return;
+    fprintf(stderr, "not enough memory to flush the caches with\n");
+    exit(1);
+}
+
+/* Adds the shared object at `path`. A wrong one is an error; one for another device is passed over unless it was named. */
+static void add_object(Bench *bench, const char *path, int named)
 {
     char error[1024];
     AttentionShape shape = {.B = 1, .T = 16, .NH = 1, .HS = 64, .scale = attention_scale(64), .deterministic = 1};
-    const AttentionKernel *kernel = attention_choose(path, ATTENTION_CPU, &shape, 0, error, sizeof error);
+    const AttentionKernel *kernel = attention_choose(path, bench->machine.device, &shape, bench->machine.sm, error,
+                                                     sizeof error);
+    if (!kernel && !named && strstr(error, "this run is on")) return;
     if (!kernel) {
         fprintf(stderr, "%s\n", error);
         exit(2);
@@ -268,15 +412,15 @@ static void collect_kernels(Bench *bench, int count, char **paths)
     size_t table_count;
     const AttentionKernel *const *table = attention_table(&table_count);
     for (size_t k = 0; k < table_count; k++)
-        if (table[k]->device == ATTENTION_CPU) bench->kernels[bench->kernel_count++] = table[k];
-    for (int k = 0; k < count; k++) add_object(bench, paths[k]);
+        if (table[k]->device == bench->machine.device) bench->kernels[bench->kernel_count++] = table[k];
+    for (int k = 0; k < count; k++) add_object(bench, paths[k], 1);
     if (count) return;
     char pattern[512];
     const char *build = getenv("BUILD");
     glob_t found = {0};
     snprintf(pattern, sizeof pattern, "%s/attention/*.so", build && *build ? build : "build");
     glob(pattern, 0, NULL, &found);
-    for (size_t k = 0; k < found.gl_pathc; k++) add_object(bench, found.gl_pathv[k]);
+    for (size_t k = 0; k < found.gl_pathc; k++) add_object(bench, found.gl_pathv[k], 0);
     globfree(&found);
 }
 
@@ -295,12 +439,14 @@ static void keep_only(Bench *bench, const char *name)
 
 static void print_help(void)
 {
-    printf("Verifies and times attention kernels on the CPU.\n\n"
+    printf("Verifies and times attention kernels.\n\n"
            "  bench_attention [options] [KERNEL.so ...]\n\n"
-           "  --shape B,NH,T,HS   a shape to measure; may be repeated (default: five of the trainer's)\n"
+           "  --device NAME       cpu or cuda (default: cuda where a GPU is visible)\n"
+           "  --dtype NAME        fp32 or bf16 (default: what the device has, of the default shapes)\n"
+           "  --shape B,NH,T,HS   a shape to measure; may be repeated (default: the trainer's; on a GPU the papers')\n"
            "  --kernel NAME       this kernel only (default: all of the table and of build/attention)\n"
            "  --repeats N         runs behind a median (default 15; fewer where they take more than 1 s together)\n"
-           "  --limit SECONDS     leave out kernels that would take longer for one run (default 3)\n"
+           "  --limit SECONDS     leave out kernels that would take longer for one run (default 3, on a GPU 0.6)\n"
            "  --out FILE          the CSV (default dev/results/<machine>/attention.csv)\n"
            "  --help              this text\n");
 }
@@ -311,6 +457,13 @@ __attribute__((noreturn)) static void reject(const char *option, const char *got
     exit(2);
 }
 
+static void add_shape(Options *options, const int64_t *shape, Dtype dtype)
+{
+    int64_t *to = options->shapes[options->shape_count++];
+    memcpy(to, shape, 4 * sizeof *shape);
+    to[4] = dtype;
+}
+
 static void parse_shape(Options *options, const char *text)
 {
     long long B, NH, T, HS;
@@ -318,9 +471,8 @@ static void parse_shape(Options *options, const char *text)
     if (sscanf(text, "%lld,%lld,%lld,%lld%n", &B, &NH, &T, &HS, &end) != 4 || text[end] || B < 1 || NH < 1 || T < 1 ||
         HS < 1)
         reject("shape", text, "four positive integers B,NH,T,HS");
-    if (options->shape_count == MAX_SHAPES) reject("shape", text, "at most 64 shapes");
-    int64_t *shape = options->shapes[options->shape_count++];
-    shape[0] = B, shape[1] = NH, shape[2] = T, shape[3] = HS;
+    if (options->shape_count == MAX_SHAPES / DTYPE_COUNT) reject("shape", text, "at most 32 shapes");
+    add_shape(options, (int64_t[]){B, NH, T, HS}, DTYPE_FP32);
 }
 
 static double parse_number(const char *option, const char *text, double least, double most)
@@ -333,17 +485,26 @@ static double parse_number(const char *option, const char *text, double least, d
     return value;
 }
 
+static const char *parse_name(const char *option, const char *text, const char *one, const char *other)
+{
+    char expected[64];
+    snprintf(expected, sizeof expected, "%s or %s", one, other);
+    if (strcmp(text, one) != 0 && strcmp(text, other) != 0) reject(option, text, expected);
+    return text;
+}
+
 static Options parse_options(int argc, char **argv)
 {
-    static const int64_t defaults[][4] = {{12, 4, 64, 32}, {4, 12, 64, 64}, {8, 6, 256, 64}, {4, 12, 1024, 64},
-                                          {1, 8, 2048, 128}};
     static const struct option table[] = {
+        {"device", required_argument, NULL, 'd'}, {"dtype", required_argument, NULL, 't'},
         {"shape", required_argument, NULL, 's'}, {"kernel", required_argument, NULL, 'k'},
         {"repeats", required_argument, NULL, 'r'}, {"limit", required_argument, NULL, 'l'},
         {"out", required_argument, NULL, 'o'}, {"help", no_argument, NULL, 'h'}, {0},
     };
-    Options options = {.repeats = 15, .limit = 3};
+    Options options = {.repeats = 15, .limit = -1, .device = "auto"};
     for (int option; (option = getopt_long(argc, argv, "", table, NULL)) != -1;) switch (option) {
+        case 'd': options.device = parse_name("device", optarg, "cpu", "cuda"); break;
+        case 't': options.dtype = parse_name("dtype", optarg, "fp32", "bf16"); break;
         case 's': parse_shape(&options, optarg); break;
         case 'k': options.only = optarg; break;
         case 'r': options.repeats = (int)parse_number("repeats", optarg, 1, 10000); break;
@@ -352,28 +513,51 @@ static Options parse_options(int argc, char **argv)
         case 'h': print_help(); exit(0);
         default: exit(2);
         }
-    int given = options.shape_count;
-    for (size_t k = 0; !given && k < sizeof defaults / sizeof defaults[0]; k++)
-        memcpy(options.shapes[options.shape_count++], defaults[k], sizeof defaults[k]);
     return options;
+}
+
+/* What depends on the device: the shapes measured where none was asked for, the types, the limit. */
+static void complete_options(Options *options, AttentionDevice device)
+{
+    static const int64_t on_cpu[][4] = {{12, 4, 64, 32}, {4, 12, 64, 64}, {8, 6, 256, 64}, {4, 12, 1024, 64},
+                                        {1, 8, 2048, 128}};
+    static const int64_t on_gpu[][4] = {{64, 12, 1024, 64}, {16, 12, 1024, 64}, {8, 32, 2048, 64}, {4, 32, 4096, 64},
+                                        {1, 32, 16384, 64}, {16, 16, 1024, 128}, {4, 16, 4096, 128}, {1, 16, 16384, 128}};
+    int has_gpu = device == ATTENTION_CUDA, given = options->shape_count;
+    size_t count = has_gpu ? sizeof on_gpu / sizeof on_gpu[0] : sizeof on_cpu / sizeof on_cpu[0];
+    for (size_t k = 0; !given && k < count; k++) add_shape(options, has_gpu ? on_gpu[k] : on_cpu[k], DTYPE_FP32);
+    int fp32_only = options->dtype ? strcmp(options->dtype, "fp32") == 0 : !has_gpu;
+    int shapes = options->shape_count;
+    for (int k = 0; k < shapes && !fp32_only; k++) {
+        if (options->dtype) options->shapes[k][4] = DTYPE_BF16;
+        else add_shape(options, options->shapes[k], DTYPE_BF16);
+    }
+    if (options->limit < 0) options->limit = has_gpu ? 0.6 : 3;
 }
 
 int main(int argc, char **argv)
 {
     Options options = parse_options(argc, argv);
-    Bench bench = {0};
+    static Bench bench;
+    open_machine(&bench, options.device);
+    complete_options(&options, bench.machine.device);
     collect_kernels(&bench, argc - optind, argv + optind);
     if (options.only) keep_only(&bench, options.only);
-    bench.flush = allocate_zeros((int64_t)FLUSH_BYTES, 1);
+    name_machine(&bench);
     open_csv(&bench, &options);
-    printf("%s, %d threads, %s\n", bench.machine, omp_get_max_threads(), COMPILER);
+    printf("%s, %s, %s\n", bench.name, bench.runs_with, bench.built_with);
     for (int k = 0; k < options.shape_count; k++) {
         const int64_t *s = options.shapes[k];
         AttentionShape shape = {.B = s[0], .NH = s[1], .T = s[2], .HS = s[3], .scale = attention_scale(s[3]),
-                                .dtype = DTYPE_FP32, .deterministic = 1};
+                                .dtype = (Dtype)s[4], .deterministic = bench.machine.device == ATTENTION_CPU};
         bench_shape(&bench, &shape, &options);
     }
-    free(bench.flush);
+    if (bench.machine.device == ATTENTION_CUDA) {
+        gpu.backend->free(bench.flush, gpu.stream);
+        gpu_close();
+    } else {
+        free(bench.flush);
+    }
     if (bench.csv && fclose(bench.csv) != 0) {
         fprintf(stderr, "cannot write the CSV: %s\n", strerror(errno));
         return 1;

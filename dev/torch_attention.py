@@ -8,8 +8,8 @@
     O = attention_packed(qkv, heads)           # qkv (B, T, 3*C) as a GPT's linear layer gives it; O (B, T, C)
 
 Tensors are read where they lie, whatever their strides, as long as the last dimension is contiguous; nothing is copied. Work
-goes to the current stream; scratch and what forward keeps for backward come from PyTorch's allocator. `kernel` is a name of the
-table, "auto" for the fastest that takes the shape, or the path of a .so (build/attention/*.so). With
+goes to the current stream; scratch and what forward keeps for backward come from PyTorch's allocator. `kernel` is a name of
+the table, "auto" for the fastest that takes the shape, or the path of a .so (build/attention/*.so). With
 torch.use_deterministic_algorithms(True) only deterministic ways are taken.
 
 The two functions of a minimal flash attention extension are here too, for (B, NH, T, HS):

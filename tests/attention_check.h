@@ -440,6 +440,17 @@ static inline int check_kernel(const AttentionKernel *kernel, const Problem *pro
     return status;
 }
 
+/* The same for a problem that problem_solve_sampled() has solved. */
+static inline int check_sampled(const AttentionKernel *kernel, const Problem *problem, const int64_t rows[SAMPLED_ROWS],
+                                const Machine *machine, Judgement *judgement)
+{
+    Result result = result_create(&problem->shape);
+    int status = run_kernel(kernel, problem, LAYOUT_PACKED, 0, machine, &result, judgement);
+    if (!status) status = judge_rows(problem, &result, rows, SAMPLED_ROWS, judgement);
+    result_free(&result);
+    return status;
+}
+
 /* Whether two results have the same bits; -1 with the first difference. */
 static inline int compare_results(const AttentionShape *shape, const Result *a, const Result *b, Judgement *judgement)
 {

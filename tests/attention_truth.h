@@ -271,6 +271,22 @@ static inline Problem problem_create(AttentionShape shape, InputKind kind, uint6
     return problem;
 }
 
+#define SAMPLED_ROWS 24
+
+/* Solves a long problem, whose full truth would take minutes, in some rows: dO becomes 0 in all others, so that these rows
+ * alone give all of dK and dV. They lie at the end and on both sides of what tiles there may be. T is at least 1000. */
+static inline void problem_solve_sampled(Problem *problem, int64_t rows[SAMPLED_ROWS])
+{
+    int64_t T = problem->shape.T, HS = problem->shape.HS;
+    for (int n = 0; n < SAMPLED_ROWS; n++) rows[n] = n < 8 ? T - 1 - n * n : (n - 7) * T / 18 / 32 * 32 - n % 2;
+    for (int64_t at = 0; at < problem->shape.B * problem->shape.NH * T; at++) {
+        int kept = 0;
+        for (int n = 0; n < SAMPLED_ROWS; n++) kept = kept || rows[n] == at % T;
+        if (!kept) memset(problem->input[INPUT_DO] + at * HS, 0, (size_t)HS * sizeof(float));
+    }
+    problem_solve_rows(problem, rows, SAMPLED_ROWS);
+}
+
 static inline void problem_free(Problem *problem)
 {
     for (int part = 0; part < INPUT_COUNT; part++) free(problem->input[part]);

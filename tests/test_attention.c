@@ -379,34 +379,22 @@ static void test_objects(void)
 
 /* --- on a GPU only ------------------------------------------------------------------------------------------------- */
 
-/* Long sequences, whose full truth would take minutes: dO is 0 but in some rows, on both sides of what tiles there may be,
- * so that these rows alone give all of dK and dV. */
+/* Long sequences, in sampled rows. */
 static void test_long(Subject *subjects, size_t count, Dtype dtype)
 {
     static const struct { int64_t NH, T, HS; } cases[] = {{2, 4224, 64}, {2, 4224, 128}, {1, 32768, 64}};
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
-        int64_t T = cases[k].T, HS = cases[k].HS, rows[24];
-        enum { ROWS = sizeof rows / sizeof rows[0] };
-        Problem problem = problem_open(shape_of(1, cases[k].NH, T, HS, dtype), INPUT_NORMAL, 31);
-        for (int n = 0; n < ROWS; n++) rows[n] = n < 8 ? T - 1 - n * n : (n - 7) * T / 17 / 64 * 64 - n % 2;
-        for (int64_t at = 0; at < cases[k].NH * T; at++) {
-            int kept = 0;
-            for (int n = 0; n < ROWS; n++) kept = kept || rows[n] == at % T;
-            if (!kept) memset(problem.input[INPUT_DO] + at * HS, 0, (size_t)HS * sizeof(float));
-        }
-        problem_solve_rows(&problem, rows, ROWS);
+        int64_t rows[SAMPLED_ROWS];
+        Problem problem = problem_open(shape_of(1, cases[k].NH, cases[k].T, cases[k].HS, dtype), INPUT_NORMAL, 31);
+        problem_solve_sampled(&problem, rows);
         for (size_t n = 0; n < count; n++) {
-            TEST("%s: %s, T %lld, HS %lld, in sampled rows", subjects[n].kernel->name, dtype_names[dtype], (long long)T,
-                 (long long)HS);
-            if (!takes(&subjects[n], &problem.shape)) continue;
-            Result result = result_create(&problem.shape);
             Judgement judgement = {""};
-            int status = run_kernel(subjects[n].kernel, &problem, LAYOUT_PACKED, 0, subjects[n].machine, &result,
-                                    &judgement);
-            if (!status) status = judge_rows(&problem, &result, rows, ROWS, &judgement);
+            TEST("%s: %s, T %lld, HS %lld, in sampled rows", subjects[n].kernel->name, dtype_names[dtype],
+                 (long long)cases[k].T, (long long)cases[k].HS);
+            if (!takes(&subjects[n], &problem.shape)) continue;
+            int status = check_sampled(subjects[n].kernel, &problem, rows, subjects[n].machine, &judgement);
             record_worst(&subjects[n], dtype);
             CHECK(status == 0, "%s", judgement.text);
-            result_free(&result);
         }
         problem_free(&problem);
     }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""dev/torch_attention.py against PyTorch's own autograd in float64: outputs, log-sum-exp and gradients of random dO, on the CPU
-and, where PyTorch and the library see one, on a GPU.
+"""dev/torch_attention.py against PyTorch's own autograd in float64: outputs, log-sum-exp and gradients of random dO, on the
+CPU and, where PyTorch and the library see one, on a GPU.
 
 Needs PyTorch; where the running Python has none and /usr/bin/python3 does, it goes on with that one.
 """
@@ -32,7 +32,8 @@ import torch_attention  # noqa: E402
 from torch_attention import (attention, attention_packed, flash_attention_2_backward,  # noqa: E402
                              flash_attention_2_forward)
 
-# Largest error relative to the largest element of the tensor, or to 1 where all are smaller. bf16: two roundings of 2^-9, and P of the kernel's own.
+# Largest error relative to the largest element of the tensor, or to 1 where all are smaller. bf16: two roundings of 2^-9, and
+# P of the kernel's own.
 BOUND = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 SHAPES = [(1, 1, 1, 8), (2, 3, 17, 16), (1, 2, 65, 40), (2, 1, 130, 64), (1, 2, 100, 104), (1, 3, 33, 1)]
 
@@ -57,7 +58,8 @@ def random(shape, device, dtype, seed):
 def compare(names, got, wanted, dtype):
     """Checks tensors against the truth."""
     for name, x, right in zip(names, got, wanted):
-        if not check(x is not None and x.shape == right.shape, f"{name}: shape {getattr(x, 'shape', None)}, not {right.shape}"):
+        shape = getattr(x, "shape", None)
+        if not check(shape == right.shape, f"{name}: shape {shape}, not {right.shape}"):
             continue
         error = (x.detach().double().cpu() - right).abs().max().item() / max(right.abs().max().item(), 1)
         check(error <= BOUND[dtype], f"{name}: relative error {error:.3g}, allowed {BOUND[dtype]:.3g}")
