@@ -74,8 +74,8 @@ static_assert(ROW_LANES * COLUMN_LANES == 32, "the lanes of a warp");
 static_assert(BACKWARD_WARPS * ROW_LANES * BACKWARD_ROWS == TILE, "the warps of the backward own a tile's rows");
 static_assert(S_COLUMNS % 4 == 0, "a lane's columns are whole float4");
 
-/* Blocks of the backward that should fit an SM together, which bounds their registers: 3 up to HS 64 on chips with the shared
- * memory for them. */
+/* Blocks of the backward that should fit an SM together, which bounds their registers: 3 up to HS 64 on chips with the
+ * shared memory for them. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define BACKWARD_BLOCKS(HSP) 2
 #else
@@ -152,7 +152,7 @@ __device__ __forceinline__ Place place_of(int64_t block, const Sizes &sizes)
     return place;
 }
 
-/* --- matrices in global memory ------------------------------------------------------------------------------------------ */
+/* --- matrices in global memory --------------------------------------------------------------------------------------- */
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_four(const Matrix<Real> &matrix, int row, 
     if (left > 3) from_float(at + 3, v.w);
 }
 
-/* --- tiles in shared memory ---------------------------------------------------------------------------------------------- */
+/* --- tiles in shared memory ------------------------------------------------------------------------------------------ */
 
 /* In a tile [k][row], group g of four rows stands at place g ^ swizzle(k) of its row k. */
 __device__ __forceinline__ int swizzle(int k) { return (k >> 2 & 3) << 1; }
@@ -278,7 +278,8 @@ __device__ __forceinline__ void fetch_transposed_by(Fetched<ROWS, COLS, WARPS> &
 {
 #pragma unroll
     for (int i = 0; i < tile.COUNT; i++)
-        tile.v[i] = load_four<VECTORS>(matrix, row + transposed_row<ROWS, WARPS>(i), col + transposed_column<ROWS, WARPS>(i));
+        tile.v[i] = load_four<VECTORS>(matrix, row + transposed_row<ROWS, WARPS>(i),
+                                       col + transposed_column<ROWS, WARPS>(i));
 }
 
 template <typename Real, int ROWS, int COLS, int WARPS>
@@ -337,7 +338,7 @@ __device__ __forceinline__ void load_rows(Shared<float> out, const Matrix<const 
     for (int i = 0; i < tile.COUNT; i++) shared_store<float4>(out + (i * WARPS * 32 + threadIdx.x) * 4, tile.v[i]);
 }
 
-/* --- the product ----------------------------------------------------------------------------------------------------------- */
+/* --- the product ----------------------------------------------------------------------------------------------------- */
 
 /* Which k count for a row: all, those up to the row, those from the row on. */
 enum Triangle { ALL, UP_TO_ROW, FROM_ROW };
@@ -403,7 +404,8 @@ __device__ __forceinline__ void stage(Shared<float> P, const float (&x)[RM][S_CO
     for (int n = 0; n < S_COLUMNS; n++)
 #pragma unroll
         for (int m = 0; m < RM; m += 4)
-            shared_store<float4>(staged<RM, ROWS>(P, lane, m, n), make_float4(x[m][n], x[m + 1][n], x[m + 2][n], x[m + 3][n]));
+            shared_store<float4>(staged<RM, ROWS>(P, lane, m, n),
+                                 make_float4(x[m][n], x[m + 1][n], x[m + 2][n], x[m + 3][n]));
 }
 
 /* The logit in units of log2: what both passes take for t. Never contracted into what follows. */
@@ -413,7 +415,7 @@ __device__ __forceinline__ float logit_of(float s, float scale_log2) { return __
 __device__ __forceinline__ float base_of(float max) { return max == -INFINITY ? 0.0f : max; }
 __device__ __forceinline__ float power_of(float t, float base) { return exp2f(__fsub_rn(t, base)); }
 
-/* --- forward ---------------------------------------------------------------------------------------------------------------- */
+/* --- forward --------------------------------------------------------------------------------------------------------- */
 
 struct Forward {
     Source Q, K, V;
@@ -450,8 +452,8 @@ struct ForwardState {
 
 /* S becomes P in units of the new maxima; sums and O follow. `ahead`: row 0 of the block minus key 0 of the tile. */
 template <int HSP, bool DIAGONAL>
-__device__ __forceinline__ void softmax_tile(float (&S)[ForwardShape<HSP>::RM][S_COLUMNS], ForwardState<HSP> &state, int ahead,
-                                             float scale_log2)
+__device__ __forceinline__ void softmax_tile(float (&S)[ForwardShape<HSP>::RM][S_COLUMNS], ForwardState<HSP> &state,
+                                             int ahead, float scale_log2)
 {
     typedef ForwardShape<HSP> Shape;
 #pragma unroll
@@ -481,8 +483,8 @@ __device__ __forceinline__ void softmax_tile(float (&S)[ForwardShape<HSP>::RM][S
 
 /* One tile of keys, from key `key` on; its first chunk is in state.next, where that of the following tile goes, if AHEAD. */
 template <typename Real, int HSP, bool DIAGONAL>
-__device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, const Matrix<const Real> &K, const Matrix<const Real> &V,
-                                             int query, int key, float scale_log2)
+__device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, const Matrix<const Real> &K,
+                                             const Matrix<const Real> &V, int query, int key, float scale_log2)
 {
     typedef ForwardShape<HSP> Shape;
     const int RM = Shape::RM, ROWS = Shape::ROWS, CHUNK = Shape::CHUNK, CHUNKS = Shape::CHUNKS, WARPS = Shape::WARPS;
@@ -522,7 +524,8 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, const Mat
 }
 
 template <typename Real, int HSP>
-__global__ void __launch_bounds__(32 * ForwardShape<HSP>::WARPS, ForwardShape<HSP>::BLOCKS) flash_forward_kernel(Forward call)
+__global__ void __launch_bounds__(32 * ForwardShape<HSP>::WARPS, ForwardShape<HSP>::BLOCKS)
+flash_forward_kernel(Forward call)
 {
     typedef ForwardShape<HSP> Shape;
     const int RM = Shape::RM, ROWS = Shape::ROWS, CHUNK = Shape::CHUNK;
@@ -573,7 +576,7 @@ __global__ void __launch_bounds__(32 * ForwardShape<HSP>::WARPS, ForwardShape<HS
     }
 }
 
-/* --- backward --------------------------------------------------------------------------------------------------------------- */
+/* --- backward -------------------------------------------------------------------------------------------------------- */
 
 struct Backward {
     Source Q, K, V, dO, O;
@@ -819,7 +822,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS(HSP)) flash_
     store_gradient(matrix_of<Real>(call.dQ, place, sizes), dQ, factors.lane, query, col, sizes.scale);
 }
 
-/* --- launchers -------------------------------------------------------------------------------------------------------------- */
+/* --- launchers ------------------------------------------------------------------------------------------------------- */
 
 #define CACHE_BYTES ((int64_t)16 << 20) /* of the second-level cache for a section's keys and values */
 
@@ -888,7 +891,7 @@ static cudaError_t launch_backward(Backward call, const AttentionShape *shape, c
                         : launch<Real, 256>(call, shape, (cudaStream_t)stream))
 #define LAUNCH(launch) (shape->dtype == DTYPE_BF16 ? LAUNCH_FOR(launch, __nv_bfloat16) : LAUNCH_FOR(launch, float))
 
-/* --- the table entry --------------------------------------------------------------------------------------------------------- */
+/* --- the table entry ------------------------------------------------------------------------------------------------- */
 
 static const char *flash_simt_refuse(const AttentionShape *shape, int sm)
 {
