@@ -95,8 +95,9 @@ all: $(TRAIN)  ## build train_gpt (the default)
 run: all  ## prepare a corpus offline and train on it for about a minute: make run [TEXT=FILE]
 	@$(PYTHON) dev/run.py --train ./$(TRAIN) $(if $(TEXT),--text "$(TEXT)")
 
-test: all $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)  ## build and run every test that this machine can run
-	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS) $(SIMT_TESTS) $(wildcard tests/test_*.py)
+test: all $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)  ## build and run every test that this machine can run; on a GPU, tests/gpu_report.txt
+	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(if $(CUDA_ARCH),--gpu-report tests/gpu_report.txt) \
+	    $(TESTS) $(SIMT_TESTS) $(wildcard tests/test_*.py)
 
 test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: under sanitizers)
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS)

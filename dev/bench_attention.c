@@ -4,7 +4,7 @@
  *
  * A kernel is verified on each T and HS (one sequence, two heads at the most; long sequences in sampled rows) by the checker
  * of the tests before it is timed there; a wrong one is not timed, and the exit status is 1. Times are medians over runs on
- * random data in the trainer's packed layout, the caches flushed before each; on a GPU they are taken by events on the stream.
+ * random data in the packed layout of the trainer, the caches flushed before each; on a GPU events on the stream take them.
  * Operations are counted as the papers do: forward 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. The table
  * goes to stdout and, with what it was measured on, to dev/results/<machine>/attention.csv.
  */

@@ -4,9 +4,11 @@
 #   sh dev/swap.sh KERNEL... [-- training options]
 #
 # A KERNEL is a name of the table (./train_gpt --list-attention), the path of a .so, or the name of a variant in
-# dev/attention, which is built first. All runs share seed and options; without --data or --train among them the corpus is
-# a small one made here. Options given after -- come last and win over these: 4 layers, 4 heads, 128 wide, T 64, batch 12,
-# 100 steps. The first kernel is the one that the others are compared with.
+# dev/attention, .c or .cu, which is built first. Kernels for the GPU need a train_gpt that was built for it; kernels for the
+# CPU then need --device cpu among the options, so the two kinds do not mix in one comparison. All runs share seed and
+# options; without --data or --train among them the corpus is a small one made here. Options given after -- come last and win
+# over these: 4 layers, 4 heads, 128 wide, T 64, batch 12, 100 steps. The first kernel is the one that the others are compared
+# with.
 #
 # Writes SWAP_OUT (default runs/swap-DATE-TIME): one run directory a kernel, and curves.png where matplotlib is installed.
 # Exit status: 0 done, 1 a run or the comparison failed, 2 wrong arguments.
@@ -33,7 +35,7 @@ case $train in */*) ;; *) train=./$train ;; esac
 python=${PYTHON:-python3}
 out=${SWAP_OUT:-runs/swap-$(date +%Y%m%d-%H%M%S)}
 [ ! -e "$out" ] || fail "$out is there already; name another in SWAP_OUT" 2
-[ -x "$train" ] || make || exit 1
+[ -x "$train" ] || make ARCH="$ARCH" || exit 1
 
 # Whatever can be wrong with a kernel is said before the first run starts.
 choices=
@@ -41,8 +43,9 @@ for kernel in $kernels; do
     choice=$kernel
     case $kernel in
         */* | *.so) [ -r "$kernel" ] || fail "cannot read $kernel" 2 ;;
-        *) if [ -e "dev/attention/$kernel.c" ]; then
-               make "build/attention/$kernel.so" || exit 1
+        *) if [ -e "dev/attention/$kernel.c" ] || [ -e "dev/attention/$kernel.cu" ]; then
+               make --no-print-directory ARCH="$ARCH" "build/attention/$kernel.so" ||
+                   fail "cannot build $kernel (a .cu needs nvcc, and a GPU or ARCH=sm_90a)" 1
                choice=build/attention/$kernel.so
            fi ;;
     esac

@@ -359,7 +359,7 @@ static inline int run_kernel(const AttentionKernel *kernel, const Problem *probl
 
 /* --- the judgement -------------------------------------------------------------------------------------------------- */
 
-/* The largest error seen since the caller last cleared it, as a share of what was allowed: tests print it for each kernel. */
+/* The largest error seen since the caller last cleared it, as a share of what was allowed, for tests to print. */
 static double judge_worst[DTYPE_COUNT][QUANTITY_COUNT];
 
 /* One quantity of one stripe: rows `first` to `last` - 1 of all rows. */

@@ -32,8 +32,8 @@ import torch_attention  # noqa: E402
 from torch_attention import (attention, attention_packed, flash_attention_2_backward,  # noqa: E402
                              flash_attention_2_forward)
 
-# Largest error relative to the largest element of the tensor, or to 1 where all are smaller. bf16: two roundings of 2^-9, and
-# P of the kernel's own.
+# Largest error relative to the largest element of the tensor, or to 1 where all are smaller. bf16: two roundings of
+# 2^-9, and P of the kernel's own.
 BOUND = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 SHAPES = [(1, 1, 1, 8), (2, 3, 17, 16), (1, 2, 65, 40), (2, 1, 130, 64), (1, 2, 100, 104), (1, 3, 33, 1)]
 
