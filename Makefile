@@ -188,6 +188,7 @@ $(BUILD)/attention/%.so: dev/attention/%.c $(EXPORTS) $(BUILD)/flags
 
 $(BUILD)/attention/%.so: dev/attention/%.cu $(EXPORTS) $(BUILD)/flags
 	@mkdir -p $(@D)
+	$(if $(CUDA_ARCH),,$(error $@ needs nvcc and a GPU to build for: say make ARCH=sm_90a))
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $@.d -shared $< -o $@ -Xlinker --version-script=$(EXPORTS)
 
 $(LIBATTENTION): $(filter $(BUILD)/attention/%,$(OBJECTS)) $(EXPORTS)
