@@ -265,22 +265,12 @@ static int setup_data(Trainer *t)
     return 0;
 }
 
-/* Bytes of memory that this process holds now: code, libraries, what was read so far. */
-static double resident_bytes(void)
-{
-    long long size = 0, resident = 0;
-    FILE *file = fopen("/proc/self/statm", "r");
-    if (file && fscanf(file, "%lld %lld", &size, &resident) != 2) resident = 0;
-    if (file) fclose(file);
-    return (double)resident * (double)sysconf(_SC_PAGESIZE);
-}
-
 static void print_plan(Trainer *t)
 {
     const GptConfig *c = &t->config;
     GptPlan plan = gpt_plan(c, &t->gpt_options, t->backend, t->attention);
     char text[256], parts[7][32];
-    double program = t->backend->device == ATTENTION_CPU ? resident_bytes() : 0; /* it shares the memory on a CPU only */
+    double program = t->backend->device == ATTENTION_CPU ? display_resident() : 0; /* it shares the memory on a CPU only */
     double bytes[7] = {(double)plan.parameters, (double)plan.gradients, (double)plan.optimizer, (double)plan.activations,
                        (double)plan.scratch, program, (double)plan.total + program};
     t->backend->describe(text, sizeof text, t->stream);
@@ -383,75 +373,28 @@ static int evaluate(Trainer *t)
     return run_log(&t->run, &t->error, "{\"step\": %lld, \"val_loss\": %.17g}", (long long)t->state.step, t->state.validation_loss);
 }
 
-/* Text of a sample as it grows. */
-typedef struct SampleText {
-    char *bytes;
-    size_t length, capacity;
-} SampleText;
-
-static void sample_sink(void *context, const char *bytes, size_t length)
-{
-    SampleText *text = (SampleText *)context;
-    if (text->length + length > text->capacity) {
-        size_t capacity = 2 * (text->length + length) + 256;
-        char *grown = (char *)realloc(text->bytes, capacity);
-        if (!grown) return;
-        text->bytes = grown;
-        text->capacity = capacity;
-    }
-    memcpy(text->bytes + text->length, bytes, length);
-    text->length += length;
-}
-
-/* The tokens of --prompt, or end of text alone. *count gets how many; NULL on an error. */
-static int32_t *prompt_tokens(Trainer *t, size_t *count)
-{
-    const char *prompt = t->options.prompt;
-    size_t length = strlen(prompt);
-    int32_t *tokens = (int32_t *)malloc((length + 1) * sizeof *tokens);
-    if (!tokens) {
-        error_set(&t->error, "not enough memory for the prompt");
-        return NULL;
-    }
-    *count = 1;
-    tokens[0] = tokenizer_end_of_text(t->tokenizer);
-    if (length && tokenizer_encode(t->tokenizer, prompt, length, tokens, length, count, &t->error)) {
-        free(tokens);
-        return NULL;
-    }
-    return tokens;
-}
-
 /* Draws a sample, which depends on the seed, the step and the weights alone, and prints and logs it. */
 static int sample(Trainer *t)
 {
-    SampleText text = {NULL, 0, 0};
-    size_t count;
-    uint64_t state = random_mix(random_mix((uint64_t)t->options.seed) ^ (uint64_t)t->state.step);
-    int32_t *prompt = prompt_tokens(t, &count);
-    if (!prompt) return -1;
-    sample_sink(&text, t->options.prompt, strlen(t->options.prompt));
-    int status = sample_continue(t->gpt, t->tokenizer, prompt, count, t->options.sample_tokens, t->options.seq, t->options.temperature,
-                                 t->options.top_k, &state, sample_sink, &text);
-    free(prompt);
-    size_t size = 6 * text.length + 3;
+    const Options *o = &t->options;
+    SampleChoice choice = {o->sample_tokens, o->seq, o->temperature, o->top_k};
+    uint64_t state = random_mix(random_mix((uint64_t)o->seed) ^ (uint64_t)t->state.step);
+    size_t length;
+    char *text = sample_text(t->gpt, t->tokenizer, o->prompt, &choice, &state, &length, &t->error);
+    if (!text) return -1;
+    size_t size = 6 * length + 3;
     char *quoted = (char *)malloc(size);
-    if (status || !quoted) {
-        free(quoted);
-        free(text.bytes);
-        return error_set(&t->error, "not enough memory for a sample");
+    int status = quoted ? 0 : error_set(&t->error, "not enough memory for a sample");
+    if (quoted) {
+        json_quote(quoted, size, text, length);
+        printf("--- sample at step %lld\n", (long long)t->state.step);
+        display_text(text, length);
+        printf("\n---\n");
+        fflush(stdout);
+        status = run_log(&t->run, &t->error, "{\"step\": %lld, \"sample\": %s}", (long long)t->state.step, quoted);
     }
-    json_quote(quoted, size, text.bytes, text.length);
-    printf("--- sample at step %lld\n", (long long)t->state.step);
-    for (size_t i = 0; i < text.length; i++) { /* control bytes must not reach the terminal */
-        unsigned char byte = (unsigned char)text.bytes[i];
-        putchar(byte >= 32 && byte != 127 ? byte : byte == '\n' || byte == '\t' ? byte : '?');
-    }
-    printf("\n---\n");
-    fflush(stdout);
-    status = run_log(&t->run, &t->error, "{\"step\": %lld, \"sample\": %s}", (long long)t->state.step, quoted);
     free(quoted);
-    free(text.bytes);
+    free(text);
     return status;
 }
 

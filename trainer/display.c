@@ -53,6 +53,23 @@ void display_bytes(char *out, size_t size, double bytes)
     else snprintf(out, size, "%.1f MiB", bytes / (1024.0 * 1024));
 }
 
+void display_text(const char *text, size_t length)
+{
+    for (size_t i = 0; i < length; i++) {
+        unsigned char byte = (unsigned char)text[i];
+        putchar((byte >= 32 && byte != 127) || byte == '\n' || byte == '\t' ? byte : '?');
+    }
+}
+
+double display_resident(void)
+{
+    long long size = 0, resident = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (file && fscanf(file, "%lld %lld", &size, &resident) != 2) resident = 0;
+    if (file) fclose(file);
+    return (double)resident * (double)sysconf(_SC_PAGESIZE);
+}
+
 void curve_add(Curve *curve, int64_t step, double value)
 {
     if (!curve->per_point) curve->per_point = 1;

@@ -28,6 +28,11 @@ void display_duration(char *out, size_t size, double seconds);
 /* "812.4 MiB", "1.93 GiB". */
 void display_bytes(char *out, size_t size, double bytes);
 
+/* Text that a model wrote, to stdout: control bytes but newline and tab become '?', so that none reaches the terminal. */
+void display_text(const char *text, size_t length);
+/* Bytes of memory that this process holds now: code, libraries, what was read so far. */
+double display_resident(void);
+
 /* Loss over steps, kept in bounded memory however long the run: when full, neighbours are merged. */
 enum { CURVE_POINTS = 1024 };
 typedef struct Curve {

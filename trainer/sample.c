@@ -60,26 +60,61 @@ int32_t sample_token(float *logits, int64_t V, double temperature, int64_t top_k
     return (int32_t)best; /* rounding left a crumb: coin was within an ulp of 1 */
 }
 
-int sample_continue(Gpt *gpt, const Tokenizer *tokenizer, const int32_t *prompt, size_t count, int64_t n, int64_t window,
-                    double temperature, int64_t top_k, uint64_t *state, SampleSink *sink, void *context)
+/* The tokens of a prompt, or end of text alone, with room for `more` behind them. *count gets how many. NULL on an error. */
+static int32_t *prompt_tokens(const Tokenizer *tokenizer, const char *prompt, size_t more, size_t *count, Error *error)
 {
-    int64_t V = gpt_config(gpt)->vocab, total = (int64_t)count;
-    int32_t *tokens = (int32_t *)malloc((count + (size_t)n) * sizeof *tokens);
-    float *logits = (float *)malloc((size_t)V * sizeof *logits);
-    if (tokens && logits) {
-        memcpy(tokens, prompt, count * sizeof *tokens);
-        for (int64_t i = 0; i < n; i++) {
-            int64_t seen = total < window ? total : window;
-            gpt_logits(gpt, logits, tokens + total - seen, seen);
-            int32_t token = sample_token(logits, V, temperature, top_k, state);
-            tokens[total++] = token;
-            size_t length;
-            const char *bytes = tokenizer_decode(tokenizer, token, &length);
-            sink(context, bytes, length);
-        }
+    size_t length = strlen(prompt);
+    int32_t *tokens = (int32_t *)malloc((length + 1 + more) * sizeof *tokens);
+    if (!tokens) {
+        error_set(error, "not enough memory for a sample");
+        return NULL;
     }
-    int status = tokens && logits ? 0 : -1;
+    *count = 1;
+    tokens[0] = tokenizer_end_of_text(tokenizer);
+    if (length && tokenizer_encode(tokenizer, prompt, length, tokens, length, count, error)) {
+        free(tokens);
+        return NULL;
+    }
+    return tokens;
+}
+
+/* Appends to text (*length of *capacity bytes), which may move. Returns 0 or -1. */
+static int text_append(char **text, size_t *length, size_t *capacity, const char *bytes, size_t count)
+{
+    if (*length + count > *capacity) {
+        size_t larger = 2 * (*length + count) + 256;
+        char *grown = (char *)realloc(*text, larger);
+        if (!grown) return -1;
+        *text = grown;
+        *capacity = larger;
+    }
+    memcpy(*text + *length, bytes, count);
+    *length += count;
+    return 0;
+}
+
+char *sample_text(Gpt *gpt, const Tokenizer *tokenizer, const char *prompt, const SampleChoice *choice, uint64_t *state, size_t *length,
+                  Error *error)
+{
+    int64_t V = gpt_config(gpt)->vocab;
+    size_t count = 0, capacity = 0, bytes;
+    char *text = NULL;
+    int32_t *tokens = prompt_tokens(tokenizer, prompt, (size_t)choice->tokens, &count, error);
+    if (!tokens) return NULL;
+    float *logits = (float *)malloc((size_t)V * sizeof *logits);
+    *length = 0;
+    int bad = !logits || text_append(&text, length, &capacity, prompt, strlen(prompt));
+    for (int64_t i = 0; i < choice->tokens && !bad; i++, count++) {
+        int64_t total = (int64_t)count, seen = total < choice->window ? total : choice->window;
+        gpt_logits(gpt, logits, tokens + total - seen, seen);
+        tokens[total] = sample_token(logits, V, choice->temperature, choice->top_k, state);
+        const char *piece = tokenizer_decode(tokenizer, tokens[total], &bytes);
+        bad = text_append(&text, length, &capacity, piece, bytes);
+    }
     free(tokens);
     free(logits);
-    return status;
+    if (!bad) return text;
+    free(text);
+    error_set(error, "not enough memory for a sample");
+    return NULL;
 }

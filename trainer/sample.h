@@ -16,13 +16,17 @@ extern "C" {
  * temperature 0. */
 int32_t sample_token(float *logits, int64_t V, double temperature, int64_t top_k, uint64_t *state);
 
-/* Called with the bytes of each token as it is drawn. */
-typedef void SampleSink(void *context, const char *bytes, size_t length);
+typedef struct SampleChoice {
+    int64_t tokens;     /* how many to draw */
+    int64_t window;     /* tokens that the model sees at most: the front of a longer text is cut off */
+    double temperature;
+    int64_t top_k;
+} SampleChoice;
 
-/* Continues `prompt` (count tokens, at least 1) by n tokens and hands each to sink. A sequence that outgrows `window` tokens is cut
- * at its front. Returns 0, or -1 where memory is short. */
-int sample_continue(Gpt *gpt, const Tokenizer *tokenizer, const int32_t *prompt, size_t count, int64_t n, int64_t window,
-                    double temperature, int64_t top_k, uint64_t *state, SampleSink *sink, void *context);
+/* `prompt` and what the model continues it with, in bytes, *length of them; an empty prompt stands for the end-of-text token. The caller
+ * frees it. NULL with a sentence where the prompt cannot be encoded or memory is short. */
+char *sample_text(Gpt *gpt, const Tokenizer *tokenizer, const char *prompt, const SampleChoice *choice, uint64_t *state, size_t *length,
+                  Error *error);
 
 #ifdef __cplusplus
 }
