@@ -20,12 +20,12 @@ __device__ __forceinline__ double block_sum_double(double x, Shared<double> room
     return room[0];
 }
 
-/* partial (NORM_BLOCKS) = sums of squares, in double: no fp32 gradient overflows it. Which thread adds what depends on n alone. */
+/* partial (gridDim.x) = sums of squares, in double: no fp32 gradient overflows it. Which thread adds what depends on n alone. */
 __global__ void norm_partial_kernel(double *partial, const float *grads, int64_t n)
 {
     SHARED(double, room, THREADS);
     double sum = 0;
-    for (int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * 4; i + 3 < n; i += (int64_t)NORM_BLOCKS * THREADS * 4) {
+    for (int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * 4; i + 3 < n; i += (int64_t)gridDim.x * THREADS * 4) {
         float g[4];
         pack_load<float, 4>(g, grads + i);
 #pragma unroll
@@ -54,8 +54,10 @@ size_t norm_scratch_cuda(int64_t n)
 
 void global_norm_cuda(float *norm, void *scratch, const float *grads, int64_t n, Stream *stream)
 {
-    LAUNCH(norm_partial_kernel, NORM_BLOCKS, THREADS, 0, stream, (double *)scratch, grads, n);
-    LAUNCH(norm_finish_kernel, 1, NORM_BLOCKS, 0, stream, norm, (const double *)scratch);
+    unsigned blocks = 1; /* a power of two, for the sum of their sums */
+    while (blocks < NORM_BLOCKS && (int64_t)blocks * THREADS * 4 < n) blocks *= 2;
+    LAUNCH(norm_partial_kernel, blocks, THREADS, 0, stream, (double *)scratch, grads, n);
+    LAUNCH(norm_finish_kernel, 1, blocks, 0, stream, norm, (const double *)scratch);
 }
 
 template <typename Real, int WIDTH>

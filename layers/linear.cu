@@ -221,7 +221,8 @@ void linear_gelu_forward_cuda(void *out, void *pre, const void *x, const void *w
 {
     const cudaDataType_t real = RealType<Real>::value;
     if (N < 1 || OC < 1) return;
-    if (real == CUDA_R_16BF && product(out, real, weight, x, real, bias, pre, CUBLASLT_EPILOGUE_GELU_AUX_BIAS, 1, 0, OC, N, C, 0, stream)) return;
+    cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    if (real == CUDA_R_16BF && product(out, real, weight, x, real, bias, pre, epilogue, 1, 0, OC, N, C, 0, stream)) return;
     linear_forward_cuda<Real>(pre, x, weight, bias, N, C, OC, stream);
     gelu_forward_cuda<Real>(out, pre, N * OC, stream);
 }
