@@ -725,7 +725,9 @@ __device__ __forceinline__ void keys_tile(Gradient<HSP> &dK, Gradient<HSP> &dV, 
     const Matrix<const Real> V = matrix_of<Real>(call.V, place, sizes), dO = matrix_of<Real>(call.dO, place, sizes);
     const Lane lane = factors.lane;
     float S[BACKWARD_ROWS][S_COLUMNS];
-    asm volatile("" : "+r"(key)); /* or the addresses of all rows of K and V stay in registers, at the price of spills */
+    /* The compiler must not see that `key` and `query` are what they were: it would keep the addresses of all their rows in
+     * registers from one use to the next, at the price of spills. */
+    asm volatile("" : "+r"(key));
     dot_rows<Real, HSP>(S, factors, K, key, Q, query);
 #pragma unroll
     for (int n = 0; n < S_COLUMNS; n++) {
@@ -740,6 +742,7 @@ __device__ __forceinline__ void keys_tile(Gradient<HSP> &dK, Gradient<HSP> &dV, 
     stage<BACKWARD_ROWS, TILE>(factors.P, S, lane);
     add_rows<Real, HSP, TRIANGLE>(dV, factors, dO, query, col);
 
+    if (HSP > 64) asm volatile("" : "+r"(key), "+r"(query)); /* up to 64 that costs more than it spares */
     dot_rows<Real, HSP>(S, factors, V, key, dO, query);
 #pragma unroll
     for (int n = 0; n < S_COLUMNS; n++) {
