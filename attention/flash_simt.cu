@@ -40,7 +40,8 @@
  * Global memory: a tile of 64 x 64 is 16 KB; forward reads two for 2 * 64^3 multiply-adds, 8 bytes a clock of the SM at
  * full speed, from the second-level cache: blocks are ordered in sections of heads whose keys and values fit there, and
  * the longest first within one. Backward reads six for four products. Shared memory is at most 64 KB a block, 48 KB at
- * HS 64, so that four blocks share an SM of an H200 and hide each other's loads and softmax; head dimensions above 64 go
+ * HS 64, so that four blocks of the forward (2 warps each) or three of the backward (4 warps) share an SM of an H200 and
+ * hide each other's loads and softmax; head dimensions above 64 go
  * through it in chunks of 32 or 64. Registers hold O (dQ, dK and dV), S, and the next keys while O is summed up.
  *
  * Numbers. Logits are t = S * (scale * log2 e), rounded once, by the same expression in both directions, and P = 2^(t - m)
