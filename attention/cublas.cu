@@ -1,21 +1,21 @@
 /* cublas.cu - attention as matrix products of cuBLAS around a softmax kernel: the yardstick of the tiled versions.
  *
- * The algorithm. All T x T logits of a group of heads are computed and stored, then turned into P row by row, then
- * multiplied on. P stays in `saved` for the backward, in the type of the inputs; logits and dP, in fp32 whatever the type,
- * live in scratch. Everything is row-major here and column-major in cuBLAS, so it is told of each product's transpose:
+ * The algorithm. All T x T logits of every head are computed and stored, then turned into P row by row, then multiplied on. P stays
+ * in `saved` for the backward, in the type of the inputs; logits and dP, in fp32 whatever the type, live in scratch. Everything is
+ * row-major here and column-major in cuBLAS, so it is told of each product's transpose:
  *
  *     forward   S = Q K^T      P = softmax(scale S)       O = P V
  *     backward  dV = P^T dO    dP = dO V^T     dS = P * (dP - D),  D_i = sum_j P_ij dP_ij
  *               dQ = scale dS K                dK = scale dS^T Q
  *
- *        j ->
- *      i # 0 0 0     the products know nothing of the diagonal: they compute all of S and dP, and multiply the zeros
- *      | # # 0 0     that the softmax writes above it. Twice the work of a causal kernel, and T x T numbers moved
- *      v # # # 0     through memory four times forward and seven times backward.
- *        # # # #
+ *            keys ->
+ *      q   D . . .      cuBLAS knows nothing of the diagonal, so the rows are cut into bands of at least 256, at most 8 of them:
+ *      u   # D . .      a band's product takes the keys up to its last row (S, dP, O, dQ), a band of keys the queries from its
+ *      e   # # D .      first row on (dK, dV). With 4 bands 10 of 16 squares are computed, and moved through memory.
+ *      r   # # # D      D: half of it zeros, which the softmax writes
  *
- * Views. A strided batch of cuBLAS runs over one stride. Where there are more heads than sequences a batch is the heads of
- * one sequence, else one head of all sequences; the other index is a loop. Strides and alignment may be anything.
+ * Views. A product is asked for all heads of all sequences at once, through arrays of pointers that one small kernel lays out at
+ * the start of a call. Strides and alignment may be anything.
  *
  * Not-a-number. A zero above the diagonal times a NaN is a NaN, in rows that may not see it. So each input that a triangular
  * matrix multiplies is scanned for numbers that are not finite; where a head has one, repair_kernel computes the product of
@@ -37,11 +37,13 @@
 
 enum {
     WARPS = 8,                      /* of a block; a warp works on a row at a time */
-    REPAIR_BLOCKS = 32,             /* for each head */
     MAX_DEVICES = 64,
     WORKSPACE_BYTES = 32 << 20,     /* what cuBLAS takes on sm_90 where one lets it choose */
     ALIGNMENT = 256,                /* of its parts of scratch */
     ROW_MULTIPLE = 8,               /* rows of T x T matrices are padded to it: 16 bytes of bf16 */
+    BANDS_MOST = 8, BAND_LEAST = 256,
+    BATCH_MOST = 32768,             /* heads in one call of cuBLAS */
+    POINTERS_MOST = 8 * BANDS_MOST, /* arrays of pointers in a call */
 };
 
 /* Above this, byte counts come near the end of size_t. */
@@ -50,21 +52,10 @@ enum {
 #define LOG2_E 1.4426950408889634
 #define LN_2 0.6931471805599453f
 
-/* --- a group of heads ------------------------------------------------------------------------------------------------ */
-
-/* `count` matrices, `stride` elements apart, with rows `ld` elements apart. */
-typedef struct Batch {
-    void *data;
-    cudaDataType_t type;
-    int64_t ld, stride;
-} Batch;
+/* --- sizes ------------------------------------------------------------------------------------------------------------- */
 
 static size_t type_bytes(cudaDataType_t type) { return type == CUDA_R_16BF ? 2 : 4; }
-
-/* Where there are more heads than sequences, or as many, a group is a sequence. */
-static int groups_are_sequences(const AttentionShape *shape) { return shape->NH >= shape->B; }
-static int64_t group_count(const AttentionShape *shape) { return groups_are_sequences(shape) ? shape->B : shape->NH; }
-static int64_t group_size(const AttentionShape *shape) { return groups_are_sequences(shape) ? shape->NH : shape->B; }
+static int64_t head_count(const AttentionShape *shape) { return shape->B * shape->NH; }
 
 static int64_t padded_row(const AttentionShape *shape)
 {
@@ -73,38 +64,17 @@ static int64_t padded_row(const AttentionShape *shape)
 
 static int64_t square_elements(const AttentionShape *shape) { return shape->T * padded_row(shape); }
 
+/* Rows of a band, a multiple of 64 unless there is one band only. */
+static int64_t band_rows(const AttentionShape *shape)
+{
+    int64_t rows = (shape->T + BANDS_MOST - 1) / BANDS_MOST, least = BAND_LEAST;
+    rows = (rows + 63) / 64 * 64;
+    return rows < least ? least : rows;
+}
+
 static cudaDataType_t data_type(const AttentionShape *shape)
 {
     return shape->dtype == DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_32F;
-}
-
-static Batch batch_of(const void *data, cudaDataType_t type, int64_t batch_stride, int64_t row_stride, int64_t head_stride,
-                      int64_t group, const AttentionShape *shape)
-{
-    int sequences = groups_are_sequences(shape);
-    int64_t outer = sequences ? batch_stride : head_stride, inner = sequences ? head_stride : batch_stride;
-    /* One row has no next: its stride may be anything, but cuBLAS wants it to span the row. */
-    int64_t ld = shape->T == 1 && row_stride < shape->HS ? shape->HS : row_stride;
-    return {(char *)data + group * outer * (int64_t)type_bytes(type), type, ld, inner};
-}
-
-static Batch batch_in(AttentionInput view, int64_t group, const AttentionShape *shape)
-{
-    return batch_of(view.data, data_type(shape), view.batch_stride, view.row_stride, view.head_stride, group, shape);
-}
-
-static Batch batch_out(AttentionOutput view, int64_t group, const AttentionShape *shape)
-{
-    return batch_of(view.data, data_type(shape), view.batch_stride, view.row_stride, view.head_stride, group, shape);
-}
-
-/* P in `saved` (B, NH, T, padded T). */
-static Batch batch_saved(const void *saved, int64_t group, const AttentionShape *shape)
-{
-    int64_t square = square_elements(shape);
-    Batch P = batch_of(saved, data_type(shape), shape->NH * square, 0, square, group, shape);
-    P.ld = padded_row(shape);
-    return P;
 }
 
 /* --- kernels --------------------------------------------------------------------------------------------------------- */
@@ -139,76 +109,158 @@ __device__ __forceinline__ Row row_here(int64_t T)
     return {row / T, row % T};
 }
 
-/* P (size, T, T) and LSE (T each) from S (size, T, T) fp32; for Real float, P may be S. */
+/* One past the last key that row i's band computes. */
+__device__ __forceinline__ int64_t band_end(int64_t i, int64_t band, int64_t T)
+{
+    int64_t end = (i / band + 1) * band;
+    return end < T ? end : T;
+}
+
+/* Four neighbours of a row whose length is padded to ROW_MULTIPLE. */
+__device__ __forceinline__ void load4(float *out, const float *in)
+{
+    float4 v = *(const float4 *)in;
+    out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+}
+
+__device__ __forceinline__ void load4(float *out, const __nv_bfloat16 *in)
+{
+    uint2 v = *(const uint2 *)in;
+    out[0] = __uint_as_float(v.x << 16), out[1] = __uint_as_float(v.x & 0xffff0000u);
+    out[2] = __uint_as_float(v.y << 16), out[3] = __uint_as_float(v.y & 0xffff0000u);
+}
+
+__device__ __forceinline__ void store4(float *out, const float *in) { *(float4 *)out = make_float4(in[0], in[1], in[2], in[3]); }
+
+struct alignas(8) Four {
+    __nv_bfloat16 v[4];
+};
+
+__device__ __forceinline__ void store4(__nv_bfloat16 *out, const float *in)
+{
+    Four four;
+    for (int k = 0; k < 4; k++) four.v[k] = __float2bfloat16_rn(in[k]);
+    *(Four *)out = four;
+}
+
+/* P and LSE (T each) from S, for size heads of `square` elements; for Real float, P may be S. A warp a row: once over it for a running
+ * maximum and sum a lane, joined over the warp, and once more, from the caches, to write. */
 template <typename Real>
-__global__ void __launch_bounds__(32 * WARPS) softmax_kernel(Real *P, int64_t P_stride, float *LSE, int64_t LSE_stride,
-                                                             const float *S, int64_t S_stride, int64_t size, int64_t T,
-                                                             int64_t ld, float scale_log2)
+__global__ void __launch_bounds__(32 * WARPS) softmax_kernel(Real *P, float *LSE, const float *S, int64_t square, int64_t size,
+                                                             int64_t T, int64_t ld, int64_t band, float scale_log2)
 {
     Row row = row_here(T);
     int lane = threadIdx.x % 32;
     if (row.member >= size) return;
-    const float *s = S + row.member * S_stride + row.i * ld;
-    Real *p = P + row.member * P_stride + row.i * ld;
+    const float *s = S + row.member * square + row.i * ld;
+    Real *p = P + row.member * square + row.i * ld;
     float max = -INFINITY, sum = 0;
-    for (int64_t j = lane; j <= row.i; j += 32) max = fmaxf(max, __fmul_rn(s[j], scale_log2));
-    max = warp_max(max);
-    float base = max == -INFINITY ? 0.0f : max; /* a row of -inf alone counts from 0 */
-    for (int64_t j = lane; j <= row.i; j += 32) sum += exp2f(__fmul_rn(s[j], scale_log2) - base);
-    sum = warp_sum(sum);
-    float inverse = 1 / sum;
-    for (int64_t j = lane; j < T; j += 32)
-        from_float(p + j, j <= row.i ? exp2f(__fmul_rn(s[j], scale_log2) - base) * inverse : 0.0f);
-    if (lane == 0) LSE[row.member * LSE_stride + row.i] = fmaf(max, LN_2, logf(sum));
+    for (int64_t j = 4 * lane; j <= row.i; j += 128) {
+        float x[4], most = max;
+        load4(x, s + j);
+        for (int k = 0; k < 4; k++) {
+            x[k] = j + k <= row.i ? __fmul_rn(x[k], scale_log2) : -INFINITY;
+            most = fmaxf(most, x[k]);
+        }
+        float base = most == -INFINITY ? 0.0f : most;
+        sum *= exp2f(max - base);
+        for (int k = 0; k < 4; k++) sum += exp2f(x[k] - base);
+        max = most;
+    }
+    float row_max = warp_max(max), base = row_max == -INFINITY ? 0.0f : row_max; /* a row of -inf alone counts from 0 */
+    float row_sum = warp_sum(sum * exp2f(max - base)), inverse = 1 / row_sum;
+    int64_t end = band_end(row.i, band, T);
+    for (int64_t j = 4 * lane; j < end; j += 128) {
+        float x[4] = {0, 0, 0, 0};
+        if (j <= row.i) load4(x, s + j);
+        for (int k = 0; k < 4; k++) x[k] = j + k <= row.i ? exp2f(__fmul_rn(x[k], scale_log2) - base) * inverse : 0.0f;
+        store4(p + j, x);
+    }
+    if (lane == 0) LSE[row.member * T + row.i] = fmaf(row_max, LN_2, logf(row_sum));
 }
 
-/* dS (size, T, T) = P * (dP - D), zeros above the diagonal; for Real float, dS may be dP. */
+/* dS = P * (dP - D), zeros above the diagonal; for Real float, dS may be dP. */
 template <typename Real>
-__global__ void __launch_bounds__(32 * WARPS) softmax_backward_kernel(Real *dS, const float *dP, int64_t square,
-                                                                      const Real *P, int64_t P_stride, int64_t size,
-                                                                      int64_t T, int64_t ld)
+__global__ void __launch_bounds__(32 * WARPS) softmax_backward_kernel(Real *dS, const float *dP, const Real *P, int64_t square,
+                                                                      int64_t size, int64_t T, int64_t ld, int64_t band)
 {
     Row row = row_here(T);
     int lane = threadIdx.x % 32;
     if (row.member >= size) return;
     const float *dp = dP + row.member * square + row.i * ld;
-    const Real *p = P + row.member * P_stride + row.i * ld;
+    const Real *p = P + row.member * square + row.i * ld;
     Real *ds = dS + row.member * square + row.i * ld;
     float D = 0;
-    for (int64_t j = lane; j <= row.i; j += 32) D = fmaf(to_float(p[j]), dp[j], D);
+    for (int64_t j = 4 * lane; j <= row.i; j += 128) {
+        float x[4], y[4];
+        load4(x, p + j);
+        load4(y, dp + j);
+        for (int k = 0; k < 4; k++)
+            if (j + k <= row.i) D = fmaf(x[k], y[k], D);
+    }
     D = warp_sum(D);
-    for (int64_t j = lane; j < T; j += 32) from_float(ds + j, j <= row.i ? to_float(p[j]) * (dp[j] - D) : 0.0f);
+    int64_t end = band_end(row.i, band, T);
+    for (int64_t j = 4 * lane; j < end; j += 128) {
+        float x[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0};
+        if (j <= row.i) {
+            load4(x, p + j);
+            load4(y, dp + j);
+        }
+        for (int k = 0; k < 4; k++) x[k] = j + k <= row.i ? x[k] * (y[k] - D) : 0.0f;
+        store4(ds + j, x);
+    }
 }
 
-/* found[member] = whether X (size, T, HS) has a number in it that is not finite. A block for each member. */
-template <typename Real>
-__global__ void __launch_bounds__(32 * WARPS) scan_kernel(int *found, const Real *X, int64_t X_stride, int64_t X_ld,
-                                                          int64_t T, int64_t HS)
+/* Where a head's matrix starts, for every head of a call, in array after array. */
+struct PointerList {
+    char *base[POINTERS_MOST];
+    int64_t batch_bytes[POINTERS_MOST], head_bytes[POINTERS_MOST];
+};
+
+/* out[a][b*NH + h] = base[a] + b*batch_bytes[a] + h*head_bytes[a]; blockIdx.y is a. */
+__global__ void pointers_kernel(char **out, PointerList list, int64_t heads, int64_t NH)
 {
-    const Real *x = X + blockIdx.x * X_stride;
+    int64_t z = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, a = blockIdx.y;
+    if (z < heads) out[a * heads + z] = list.base[a] + z / NH * list.batch_bytes[a] + z % NH * list.head_bytes[a];
+}
+
+/* A tensor that may hold numbers that are not finite. */
+template <typename Real>
+struct Strided {
+    const Real *data;
+    int64_t batch, row, head; /* strides */
+};
+
+/* found[z] = whether head z of X (B, NH, T, HS) has a number in it that is not finite. A block a head. */
+template <typename Real>
+__global__ void __launch_bounds__(32 * WARPS) scan_kernel(int *found, Strided<Real> X, int64_t NH, int64_t T, int64_t HS)
+{
+    int64_t z = blockIdx.x;
+    const Real *x = X.data + z / NH * X.batch + z % NH * X.head;
     int mine = 0;
-    for (int64_t k = threadIdx.x; k < T * HS; k += 32 * WARPS) mine |= !isfinite(to_float(x[k / HS * X_ld + k % HS]));
+    for (int64_t t = threadIdx.x / 32; t < T; t += WARPS)
+        for (int64_t d = threadIdx.x % 32; d < HS; d += 32) mine |= !isfinite(to_float(x[t * X.row + d]));
     int any = __syncthreads_or(mine);
-    if (threadIdx.x == 0) found[blockIdx.x] = any;
+    if (threadIdx.x == 0) found[z] = any;
 }
 
-/* Where found[member]: out row i (HS) = alpha * sum over j of W(i, j) * X row j, where W(i, j) is W[i][j] for j <= i, or, if
- * `transposed`, W[j][i] for j >= i. REPAIR_BLOCKS blocks for each member; a warp for a row. */
+/* Where found[z]: out row i (HS) = alpha * sum over j of W(i, j) * X row j, where W(i, j) is W[i][j] for j <= i, or, if
+ * `transposed`, W[j][i] for j >= i. A block a head, a warp a row. */
 template <typename Real>
-__global__ void __launch_bounds__(32 * WARPS) repair_kernel(const int *found, Real *out, int64_t out_stride, int64_t out_ld,
-                                                            const Real *W, int64_t W_stride, int64_t W_ld, const Real *X,
-                                                            int64_t X_stride, int64_t X_ld, int64_t T, int64_t HS,
-                                                            float alpha, int transposed)
+__global__ void __launch_bounds__(32 * WARPS) repair_kernel(const int *found, Real *out, Strided<Real> view, const Real *W, int64_t square,
+                                                            int64_t ld, Strided<Real> X, int64_t NH, int64_t T, int64_t HS, float alpha,
+                                                            int transposed)
 {
-    int64_t member = blockIdx.x / REPAIR_BLOCKS, first = blockIdx.x % REPAIR_BLOCKS * WARPS + threadIdx.x / 32;
-    if (!found[member]) return;
-    const Real *w = W + member * W_stride, *x = X + member * X_stride;
-    for (int64_t i = first; i < T; i += REPAIR_BLOCKS * WARPS)
+    int64_t z = blockIdx.x;
+    if (!found[z]) return;
+    const Real *w = W + z * square, *x = X.data + z / NH * X.batch + z % NH * X.head;
+    Real *o = out + z / NH * view.batch + z % NH * view.head;
+    for (int64_t i = threadIdx.x / 32; i < T; i += WARPS)
         for (int64_t d = threadIdx.x % 32; d < HS; d += 32) {
             float sum = 0;
             for (int64_t j = transposed ? i : 0; j < (transposed ? T : i + 1); j++)
-                sum = fmaf(to_float(transposed ? w[j * W_ld + i] : w[i * W_ld + j]), to_float(x[j * X_ld + d]), sum);
-            from_float(out + member * out_stride + i * out_ld + d, sum * alpha);
+                sum = fmaf(to_float(transposed ? w[j * ld + i] : w[i * ld + j]), to_float(x[j * X.row + d]), sum);
+            from_float(o + i * view.row + d, sum * alpha);
         }
 }
 
@@ -219,16 +271,26 @@ static struct {
     cublasHandle_t handles[MAX_DEVICES];
 } library = {PTHREAD_MUTEX_INITIALIZER, {NULL}};
 
+/* A matrix of every head: where head 0 of sequence 0 has it, and the strides in elements. */
+typedef struct Matrices {
+    void *data;
+    cudaDataType_t type;
+    int64_t batch, row, head;
+    int slot; /* its array of pointers, once it has one */
+} Matrices;
+
 /* A call under way: everything its steps share, and what went wrong first. */
 typedef struct Work {
     const AttentionShape *shape;
     cublasHandle_t handle;
     cudaStream_t stream;
-    int64_t size;       /* members of a group */
-    float *squares;     /* scratch (size, T, padded T) fp32: S, dP */
+    float *squares;     /* scratch (B, NH, T, padded T) fp32: S, dP */
     void *rounded;      /* scratch, of the type: dS. The same memory for fp32. */
-    int *found;         /* scratch (size) */
+    char **pointers;    /* scratch (POINTERS_MOST, B * NH) */
+    int *found;         /* scratch (B * NH) */
     void *workspace;
+    PointerList list;
+    int slots;          /* arrays of the list in use */
     const char *error;
 } Work;
 
@@ -270,19 +332,22 @@ static size_t align_up(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMEN
 /* Lays out scratch from `base` on; returns its bytes. */
 static size_t work_layout(Work *work, uintptr_t base)
 {
-    size_t elements = (size_t)(work->size * square_elements(work->shape));
+    const AttentionShape *shape = work->shape;
+    size_t heads = (size_t)head_count(shape), elements = heads * (size_t)square_elements(shape);
     uintptr_t at = base;
     work->workspace = (void *)at;
     at += WORKSPACE_BYTES;
     work->squares = (float *)at;
     work->rounded = work->squares;
     at += align_up(elements * sizeof(float));
-    if (work->shape->dtype == DTYPE_BF16) {
+    if (shape->dtype == DTYPE_BF16) {
         work->rounded = (void *)at;
         at += align_up(elements * 2);
     }
+    work->pointers = (char **)at;
+    at += align_up(heads * POINTERS_MOST * sizeof(char *));
     work->found = (int *)at;
-    return at + align_up((size_t)work->size * sizeof(int)) - base;
+    return at + align_up(heads * sizeof(int)) - base;
 }
 
 /* Takes the lock; work_close gives it back. */
@@ -290,9 +355,9 @@ static void work_open(Work *work, void *scratch, const AttentionShape *shape, vo
 {
     work->shape = shape;
     work->stream = (cudaStream_t)stream;
-    work->size = group_size(shape);
     work->error = NULL;
     work->handle = NULL;
+    work->slots = 0;
     work_layout(work, align_up((uintptr_t)scratch));
     pthread_mutex_lock(&library.lock);
     handle_find(work);
@@ -304,78 +369,190 @@ static const char *work_close(Work *work)
     return work->error;
 }
 
-static Batch batch_squares(const Work *work)
+/* --- matrices of all heads ------------------------------------------------------------------------------------------------ */
+
+static Matrices matrices(const void *data, cudaDataType_t type, int64_t batch, int64_t row, int64_t head)
 {
-    return {work->squares, CUDA_R_32F, padded_row(work->shape), square_elements(work->shape)};
+    return {(void *)data, type, batch, row, head, -1};
 }
 
-static Batch batch_rounded(const Work *work)
+static Matrices matrices_in(AttentionInput view, const AttentionShape *shape)
 {
-    return {work->rounded, data_type(work->shape), padded_row(work->shape), square_elements(work->shape)};
+    /* One row has no next: its stride may be anything, but cuBLAS wants it to span the row. */
+    int64_t row = shape->T == 1 && view.row_stride < shape->HS ? shape->HS : view.row_stride;
+    return matrices(view.data, data_type(shape), view.batch_stride, row, view.head_stride);
 }
 
-/* For each member, in column-major terms: C (m, n) = alpha * op(A) (m, k) * op(B) (k, n). */
-static void multiply(Work *work, Batch C, Batch A, cublasOperation_t op_a, Batch B, cublasOperation_t op_b, int64_t m,
-                     int64_t n, int64_t k, float alpha)
+static Matrices matrices_out(AttentionOutput view, const AttentionShape *shape)
+{
+    return matrices_in({view.data, view.batch_stride, view.row_stride, view.head_stride}, shape);
+}
+
+/* (B, NH, T, padded T) */
+static Matrices matrices_square(const void *data, cudaDataType_t type, const AttentionShape *shape)
+{
+    int64_t square = square_elements(shape);
+    return matrices(data, type, shape->NH * square, padded_row(shape), square);
+}
+
+/* The same matrices from a row and a column on, with an array of pointers of their own, which pointers_write fills. */
+static Matrices matrices_from(Work *work, Matrices m, int64_t row, int64_t column)
+{
+    int64_t bytes = (int64_t)type_bytes(m.type);
+    m.data = (char *)m.data + (row * m.row + column) * bytes;
+    m.slot = work->slots++;
+    work->list.base[m.slot] = (char *)m.data;
+    work->list.batch_bytes[m.slot] = m.batch * bytes;
+    work->list.head_bytes[m.slot] = m.head * bytes;
+    return m;
+}
+
+/* Fills the arrays of all matrices_from so far. */
+static void pointers_write(Work *work)
+{
+    int64_t heads = head_count(work->shape);
+    if (work->error) return;
+    note_cuda(work, kernel_launch(pointers_kernel, dim3((unsigned)((heads + 255) / 256), (unsigned)work->slots), dim3(256), 0, work->stream,
+                                  work->pointers, work->list, heads, work->shape->NH));
+}
+
+/* For each head, in column-major terms: C (m, n) = alpha * op(A) (m, k) * op(B) (k, n). */
+static void multiply(Work *work, Matrices C, Matrices A, cublasOperation_t op_a, Matrices B, cublasOperation_t op_b, int64_t m, int64_t n,
+                     int64_t k, float alpha)
 {
     const float zero = 0;
-    if (A.ld > INT_MAX || B.ld > INT_MAX || C.ld > INT_MAX)
-        work->error = "cublas attention takes row strides below 2^31 elements only";
-    if (work->error) return;
-    note_blas(work, cublasGemmStridedBatchedEx(work->handle, op_a, op_b, (int)m, (int)n, (int)k, &alpha, A.data, A.type,
-                                               (int)A.ld, A.stride, B.data, B.type, (int)B.ld, B.stride, &zero, C.data,
-                                               C.type, (int)C.ld, C.stride, (int)work->size, CUBLAS_COMPUTE_32F,
-                                               CUBLAS_GEMM_DEFAULT));
+    int64_t heads = head_count(work->shape), most = BATCH_MOST;
+    if (A.row > INT_MAX || B.row > INT_MAX || C.row > INT_MAX) work->error = "cublas attention takes row strides below 2^31 elements only";
+    for (int64_t first = 0; first < heads && !work->error; first += most) {
+        int count = (int)(heads - first < most ? heads - first : most);
+        const void *const *a = (const void *const *)(work->pointers + A.slot * heads + first);
+        const void *const *b = (const void *const *)(work->pointers + B.slot * heads + first);
+        void *const *c = (void *const *)(work->pointers + C.slot * heads + first);
+        note_blas(work, cublasGemmBatchedEx(work->handle, op_a, op_b, (int)m, (int)n, (int)k, &alpha, a, A.type, (int)A.row, b, B.type,
+                                            (int)B.row, &zero, c, C.type, (int)C.row, count, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    }
 }
 
-/* C (T, T) = X Y^T for X, Y (T, HS) */
-static void multiply_rows(Work *work, Batch C, Batch X, Batch Y)
+/* What a band's products take. */
+typedef struct Bands {
+    int count;
+    int64_t first[BANDS_MOST], end[BANDS_MOST];
+} Bands;
+
+static Bands bands_of(const AttentionShape *shape)
 {
-    int64_t T = work->shape->T, HS = work->shape->HS;
-    multiply(work, C, Y, CUBLAS_OP_T, X, CUBLAS_OP_N, T, T, HS, 1);
+    Bands bands;
+    int64_t rows = band_rows(shape);
+    bands.count = 0;
+    for (int64_t first = 0; first < shape->T; first += rows) {
+        bands.first[bands.count] = first;
+        bands.end[bands.count++] = first + rows < shape->T ? first + rows : shape->T;
+    }
+    return bands;
+}
+
+/* A product of all bands: its matrices, made by the *_plan functions before pointers_write, multiplied by the *_run functions after it. */
+typedef struct Product {
+    Matrices C[BANDS_MOST], A[BANDS_MOST], B[BANDS_MOST];
+} Product;
+
+/* C (T, T) = X Y^T on and below the diagonal, for X, Y (T, HS). */
+static void plan_rows(Work *work, Product *product, const Bands *bands, Matrices C, Matrices X, Matrices Y)
+{
+    Matrices keys = matrices_from(work, Y, 0, 0);
+    for (int r = 0; r < bands->count; r++) {
+        product->A[r] = keys;
+        product->B[r] = matrices_from(work, X, bands->first[r], 0);
+        product->C[r] = matrices_from(work, C, bands->first[r], 0);
+    }
+}
+
+static void run_rows(Work *work, const Product *product, const Bands *bands)
+{
+    for (int r = 0; r < bands->count; r++)
+        multiply(work, product->C[r], product->A[r], CUBLAS_OP_T, product->B[r], CUBLAS_OP_N, bands->end[r],
+                 bands->end[r] - bands->first[r], work->shape->HS, 1);
+}
+
+/* out (T, HS) = W X for W (T, T) lower triangular and X (T, HS). */
+static void plan_triangle(Work *work, Product *product, const Bands *bands, Matrices out, Matrices W, Matrices X)
+{
+    Matrices whole = matrices_from(work, X, 0, 0);
+    for (int r = 0; r < bands->count; r++) {
+        product->A[r] = whole;
+        product->B[r] = matrices_from(work, W, bands->first[r], 0);
+        product->C[r] = matrices_from(work, out, bands->first[r], 0);
+    }
+}
+
+static void run_triangle(Work *work, const Product *product, const Bands *bands, float alpha)
+{
+    for (int r = 0; r < bands->count; r++)
+        multiply(work, product->C[r], product->A[r], CUBLAS_OP_N, product->B[r], CUBLAS_OP_N, work->shape->HS,
+                 bands->end[r] - bands->first[r], bands->end[r], alpha);
+}
+
+/* out (T, HS) = W^T X, likewise. */
+static void plan_transposed(Work *work, Product *product, const Bands *bands, Matrices out, Matrices W, Matrices X)
+{
+    for (int r = 0; r < bands->count; r++) {
+        product->A[r] = matrices_from(work, X, bands->first[r], 0);
+        product->B[r] = matrices_from(work, W, bands->first[r], bands->first[r]);
+        product->C[r] = matrices_from(work, out, bands->first[r], 0);
+    }
+}
+
+static void run_transposed(Work *work, const Product *product, const Bands *bands, float alpha)
+{
+    for (int r = 0; r < bands->count; r++)
+        multiply(work, product->C[r], product->A[r], CUBLAS_OP_N, product->B[r], CUBLAS_OP_T, work->shape->HS,
+                 bands->end[r] - bands->first[r], work->shape->T - bands->first[r], alpha);
+}
+
+/* --- kernels over all heads -------------------------------------------------------------------------------------------------- */
+
+template <typename Real>
+static Strided<Real> strided(Matrices m) { return {(const Real *)m.data, m.batch, m.row, m.head}; }
+
+/* Computes out anew in heads where X is not finite throughout. */
+template <typename Real>
+static void repair_as(Work *work, Matrices out, Matrices W, Matrices X, int transposed, float alpha)
+{
+    const AttentionShape *s = work->shape;
+    dim3 grid((unsigned)head_count(s)), block(32 * WARPS);
+    note_cuda(work, kernel_launch(scan_kernel<Real>, grid, block, 0, work->stream, work->found, strided<Real>(X), s->NH, s->T, s->HS));
+    note_cuda(work, kernel_launch(repair_kernel<Real>, grid, block, 0, work->stream, (const int *)work->found, (Real *)out.data,
+                                  strided<Real>(out), (const Real *)W.data, square_elements(s), W.row, strided<Real>(X), s->NH, s->T, s->HS,
+                                  alpha, transposed));
+}
+
+static void repair(Work *work, Matrices out, Matrices W, Matrices X, int transposed, float alpha)
+{
+    if (work->error) return;
+    if (work->shape->dtype == DTYPE_BF16) repair_as<__nv_bfloat16>(work, out, W, X, transposed, alpha);
+    else repair_as<float>(work, out, W, X, transposed, alpha);
+}
+
+static dim3 row_grid(const AttentionShape *shape) { return dim3((unsigned)((head_count(shape) * shape->T + WARPS - 1) / WARPS)); }
+
+template <typename Real>
+static void softmax(Work *work, void *P, float *LSE, const void *S)
+{
+    const AttentionShape *s = work->shape;
+    if (work->error) return;
+    note_cuda(work, kernel_launch(softmax_kernel<Real>, row_grid(s), dim3(32 * WARPS), 0, work->stream, (Real *)P, LSE, (const float *)S,
+                                  square_elements(s), head_count(s), s->T, padded_row(s), band_rows(s),
+                                  (float)((double)s->scale * LOG2_E)));
 }
 
 template <typename Real>
-static void repair(Work *work, Batch out, Batch W, Batch X, int transposed, float alpha)
+static void softmax_backward(Work *work, const void *P)
 {
-    int64_t T = work->shape->T, HS = work->shape->HS;
+    const AttentionShape *s = work->shape;
     if (work->error) return;
-    note_cuda(work, kernel_launch(scan_kernel<Real>, dim3((unsigned)work->size), dim3(32 * WARPS), 0, work->stream,
-                                  work->found, (const Real *)X.data, X.stride, X.ld, T, HS));
-    note_cuda(work, kernel_launch(repair_kernel<Real>, dim3((unsigned)work->size * REPAIR_BLOCKS), dim3(32 * WARPS), 0,
-                                  work->stream, work->found, (Real *)out.data, out.stride, out.ld, (const Real *)W.data,
-                                  W.stride, W.ld, (const Real *)X.data, X.stride, X.ld, T, HS, alpha, transposed));
-}
-
-/* out (T, HS) = alpha * W X, or with `transposed` alpha * W^T X, for W (T, T) lower triangular and X (T, HS) */
-static void multiply_triangle(Work *work, Batch out, Batch W, Batch X, int transposed, float alpha)
-{
-    int64_t T = work->shape->T, HS = work->shape->HS;
-    multiply(work, out, X, CUBLAS_OP_N, W, transposed ? CUBLAS_OP_T : CUBLAS_OP_N, HS, T, T, alpha);
-    if (work->shape->dtype == DTYPE_BF16) repair<__nv_bfloat16>(work, out, W, X, transposed, alpha);
-    else repair<float>(work, out, W, X, transposed, alpha);
-}
-
-/* --- the softmax ----------------------------------------------------------------------------------------------------- */
-
-static dim3 row_grid(const Work *work) { return dim3((unsigned)((work->size * work->shape->T + WARPS - 1) / WARPS)); }
-
-template <typename Real>
-static void softmax(Work *work, Batch P, float *LSE, int64_t LSE_stride, Batch S)
-{
-    if (work->error) return;
-    note_cuda(work, kernel_launch(softmax_kernel<Real>, row_grid(work), dim3(32 * WARPS), 0, work->stream, (Real *)P.data,
-                                  P.stride, LSE, LSE_stride, (const float *)S.data, S.stride, work->size, work->shape->T,
-                                  P.ld, (float)((double)work->shape->scale * LOG2_E)));
-}
-
-template <typename Real>
-static void softmax_backward(Work *work, Batch dS, Batch dP, Batch P)
-{
-    if (work->error) return;
-    note_cuda(work, kernel_launch(softmax_backward_kernel<Real>, row_grid(work), dim3(32 * WARPS), 0, work->stream,
-                                  (Real *)dS.data, (const float *)dP.data, dP.stride, (const Real *)P.data, P.stride,
-                                  work->size, work->shape->T, P.ld));
+    note_cuda(work, kernel_launch(softmax_backward_kernel<Real>, row_grid(s), dim3(32 * WARPS), 0, work->stream, (Real *)work->rounded,
+                                  (const float *)work->squares, (const Real *)P, square_elements(s), head_count(s), s->T, padded_row(s),
+                                  band_rows(s)));
 }
 
 /* --- the table entry ------------------------------------------------------------------------------------------------- */
@@ -388,8 +565,7 @@ static const char *cublas_refuse(const AttentionShape *shape, int sm)
     if (shape->HS < 1 || shape->HS > INT_MAX) return "needs a head dimension of at least 1";
     if ((double)shape->B * (double)shape->NH * (double)shape->T * ((double)shape->T + ROW_MULTIPLE) > MAX_ELEMENTS)
         return "keeps B*NH*T*T elements: more than 2^56";
-    if (group_size(shape) > INT_MAX / REPAIR_BLOCKS) return "needs B and NH below 2^26";
-    if ((double)group_size(shape) * (double)shape->T / WARPS > INT_MAX) return "needs max(B,NH)*T below 2^34";
+    if ((double)shape->B * (double)shape->NH * (double)shape->T / WARPS > INT_MAX) return "needs B*NH*T below 2^34";
     return NULL;
 }
 
@@ -397,7 +573,7 @@ static int is_empty(const AttentionShape *shape) { return shape->B == 0 || shape
 
 static size_t cublas_saved_bytes(const AttentionShape *shape)
 {
-    return (size_t)(shape->B * shape->NH * square_elements(shape)) * type_bytes(data_type(shape));
+    return (size_t)(head_count(shape) * square_elements(shape)) * type_bytes(data_type(shape)) + ALIGNMENT;
 }
 
 static size_t cublas_scratch_bytes(const AttentionShape *shape)
@@ -405,25 +581,31 @@ static size_t cublas_scratch_bytes(const AttentionShape *shape)
     Work work;
     if (is_empty(shape)) return 0;
     work.shape = shape;
-    work.size = group_size(shape);
     return work_layout(&work, 0) + ALIGNMENT;
 }
+
+/* P in `saved`, whose packs of four must be aligned. */
+static void *saved_probabilities(const void *saved) { return (void *)align_up((uintptr_t)saved); }
 
 static const char *cublas_forward(AttentionOutput O, float *LSE, void *saved, void *scratch, AttentionInput Q,
                                   AttentionInput K, AttentionInput V, const AttentionShape *shape, void *stream)
 {
     Work work;
+    Product logits, output;
     if (is_empty(shape)) return NULL;
-    int sequences = groups_are_sequences(shape);
-    int64_t outer = sequences ? shape->NH * shape->T : shape->T, inner = sequences ? shape->T : shape->NH * shape->T;
     work_open(&work, scratch, shape, stream);
-    for (int64_t group = 0; group < group_count(shape) && !work.error; group++) {
-        Batch P = batch_saved(saved, group, shape), S = shape->dtype == DTYPE_BF16 ? batch_squares(&work) : P;
-        multiply_rows(&work, S, batch_in(Q, group, shape), batch_in(K, group, shape));
-        if (shape->dtype == DTYPE_BF16) softmax<__nv_bfloat16>(&work, P, LSE + group * outer, inner, S);
-        else softmax<float>(&work, P, LSE + group * outer, inner, S);
-        multiply_triangle(&work, batch_out(O, group, shape), P, batch_in(V, group, shape), 0, 1);
-    }
+    Bands bands = bands_of(shape);
+    int bf16 = shape->dtype == DTYPE_BF16;
+    void *p = saved_probabilities(saved), *s = bf16 ? work.squares : p;
+    Matrices P = matrices_square(p, data_type(shape), shape), values = matrices_in(V, shape), out = matrices_out(O, shape);
+    plan_rows(&work, &logits, &bands, matrices_square(s, CUDA_R_32F, shape), matrices_in(Q, shape), matrices_in(K, shape));
+    plan_triangle(&work, &output, &bands, out, P, values);
+    pointers_write(&work);
+    run_rows(&work, &logits, &bands);
+    if (bf16) softmax<__nv_bfloat16>(&work, p, LSE, s);
+    else softmax<float>(&work, p, LSE, s);
+    run_triangle(&work, &output, &bands, 1);
+    repair(&work, out, P, values, 0, 1);
     return work_close(&work);
 }
 
@@ -433,19 +615,30 @@ static const char *cublas_backward(AttentionOutput dQ, AttentionOutput dK, Atten
                                    void *stream)
 {
     Work work;
+    Product gradient, queries, keys, values;
     (void)O, (void)LSE;
     if (is_empty(shape)) return NULL;
     work_open(&work, scratch, shape, stream);
-    for (int64_t group = 0; group < group_count(shape) && !work.error; group++) {
-        Batch P = batch_saved(saved, group, shape), dP = batch_squares(&work), dS = batch_rounded(&work);
-        Batch dOut = batch_in(dO, group, shape);
-        multiply_triangle(&work, batch_out(dV, group, shape), P, dOut, 1, 1);
-        multiply_rows(&work, dP, dOut, batch_in(V, group, shape));
-        if (shape->dtype == DTYPE_BF16) softmax_backward<__nv_bfloat16>(&work, dS, dP, P);
-        else softmax_backward<float>(&work, dS, dP, P);
-        multiply_triangle(&work, batch_out(dQ, group, shape), dS, batch_in(K, group, shape), 0, shape->scale);
-        multiply_triangle(&work, batch_out(dK, group, shape), dS, batch_in(Q, group, shape), 1, shape->scale);
-    }
+    Bands bands = bands_of(shape);
+    void *p = saved_probabilities(saved);
+    Matrices P = matrices_square(p, data_type(shape), shape), dP = matrices_square(work.squares, CUDA_R_32F, shape);
+    Matrices dS = matrices_square(work.rounded, data_type(shape), shape), dout = matrices_in(dO, shape);
+    Matrices q = matrices_in(Q, shape), k = matrices_in(K, shape);
+    Matrices dq = matrices_out(dQ, shape), dk = matrices_out(dK, shape), dv = matrices_out(dV, shape);
+    plan_rows(&work, &gradient, &bands, dP, dout, matrices_in(V, shape));
+    plan_triangle(&work, &queries, &bands, dq, dS, k);
+    plan_transposed(&work, &keys, &bands, dk, dS, q);
+    plan_transposed(&work, &values, &bands, dv, P, dout);
+    pointers_write(&work);
+    run_transposed(&work, &values, &bands, 1);
+    repair(&work, dv, P, dout, 1, 1);
+    run_rows(&work, &gradient, &bands);
+    if (shape->dtype == DTYPE_BF16) softmax_backward<__nv_bfloat16>(&work, p);
+    else softmax_backward<float>(&work, p);
+    run_triangle(&work, &queries, &bands, shape->scale);
+    repair(&work, dq, dS, k, 0, shape->scale);
+    run_transposed(&work, &keys, &bands, shape->scale);
+    repair(&work, dk, dS, q, 1, shape->scale);
     return work_close(&work);
 }
 

@@ -4,16 +4,8 @@
 #ifndef SIMT_CUBLAS_V2_H
 #define SIMT_CUBLAS_V2_H
 
-#include "simt.h"
+#include "cublas_api.h"
 
-typedef enum cublasStatus_t {
-    CUBLAS_STATUS_SUCCESS = 0,
-    CUBLAS_STATUS_INVALID_VALUE = 7,
-    CUBLAS_STATUS_EXECUTION_FAILED = 13,
-} cublasStatus_t;
-typedef enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T } cublasOperation_t;
-typedef enum cudaDataType { CUDA_R_32F = 0, CUDA_R_16BF = 14 } cudaDataType_t;
-typedef enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68 } cublasComputeType_t;
 typedef enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT = -1 } cublasGemmAlgo_t;
 typedef enum cublasMath_t {
     CUBLAS_DEFAULT_MATH = 0,
@@ -50,45 +42,39 @@ static inline cublasStatus_t cublasSetWorkspace(cublasHandle_t handle, void *wor
 }
 static inline cublasStatus_t cublasSetMathMode(cublasHandle_t, cublasMath_t) { return CUBLAS_STATUS_SUCCESS; }
 
-/* What cublas.cu asks of the runtime for the library's sake; nothing is captured here. */
-typedef enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone } cudaStreamCaptureStatus;
-static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)
-{
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
 static inline float cublas_element(const void *data, cudaDataType_t type, long long at)
 {
     return type == CUDA_R_16BF ? (float)((const __nv_bfloat16 *)data)[at] : ((const float *)data)[at];
 }
 
-static inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b,
-                                                        int m, int n, int k, const float *alpha, const void *A,
-                                                        cudaDataType_t A_type, int lda, long long A_stride, const void *B,
-                                                        cudaDataType_t B_type, int ldb, long long B_stride,
-                                                        const float *beta, void *C, cudaDataType_t C_type, int ldc,
-                                                        long long C_stride, int count, cublasComputeType_t,
-                                                        cublasGemmAlgo_t)
+static inline cublasStatus_t cublasGemmBatchedEx(cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int m,
+                                                 int n, int k, const float *alpha, const void *const A[],
+                                                 cudaDataType_t A_type, int lda, const void *const B[], cudaDataType_t B_type,
+                                                 int ldb, const float *beta, void *const C[], cudaDataType_t C_type, int ldc,
+                                                 int count, cublasComputeType_t, cublasGemmAlgo_t)
 {
     if (!handle->workspace || m < 0 || n < 0 || k < 0 || count < 0 || lda < (op_a == CUBLAS_OP_N ? m : k) || ldc < m ||
         ldb < (op_b == CUBLAS_OP_N ? k : n) || A_type != B_type || (A_type == CUDA_R_32F && C_type == CUDA_R_16BF))
         return CUBLAS_STATUS_INVALID_VALUE;
-    if (cudaStreamSynchronize(handle->stream) != cudaSuccess) return CUBLAS_STATUS_EXECUTION_FAILED;
-    memset(handle->workspace, 0xff, handle->workspace_bytes < 4096 ? handle->workspace_bytes : 4096);
-    for (long long one = 0; one < count; one++)
-        for (long long j = 0; j < n; j++)
-            for (long long i = 0; i < m; i++) {
-                float sum = 0;
-                for (long long l = 0; l < k; l++)
-                    sum += cublas_element(A, A_type, one * A_stride + (op_a == CUBLAS_OP_N ? i + l * lda : l + i * lda)) *
-                           cublas_element(B, B_type, one * B_stride + (op_b == CUBLAS_OP_N ? l + j * ldb : j + l * ldb));
-                long long at = one * C_stride + i + j * ldc;
-                sum = *alpha * sum + (*beta ? *beta * cublas_element(C, C_type, at) : 0);
-                if (C_type == CUDA_R_16BF) ((__nv_bfloat16 *)C)[at] = __nv_bfloat16(sum);
-                else ((float *)C)[at] = sum;
-            }
-    return CUBLAS_STATUS_SUCCESS;
+    float a = *alpha, b = *beta;
+    void *workspace = handle->workspace;
+    size_t workspace_bytes = handle->workspace_bytes < 4096 ? handle->workspace_bytes : 4096;
+    cudaError_t error = simt_queue(handle->stream, [=] {
+        memset(workspace, 0xff, workspace_bytes);
+        for (int one = 0; one < count; one++)
+            for (long long j = 0; j < n; j++)
+                for (long long i = 0; i < m; i++) {
+                    float sum = 0;
+                    for (long long l = 0; l < k; l++)
+                        sum += cublas_element(A[one], A_type, op_a == CUBLAS_OP_N ? i + l * lda : l + i * lda) *
+                               cublas_element(B[one], B_type, op_b == CUBLAS_OP_N ? l + j * ldb : j + l * ldb);
+                    long long at = i + j * ldc;
+                    sum = a * sum + (b ? b * cublas_element(C[one], C_type, at) : 0);
+                    if (C_type == CUDA_R_16BF) ((__nv_bfloat16 *)C[one])[at] = __nv_bfloat16(sum);
+                    else ((float *)C[one])[at] = sum;
+                }
+    });
+    return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 
 #endif
