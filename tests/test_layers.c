@@ -204,7 +204,8 @@ static void test_embedding_plan(int64_t N, int64_t V)
 {
     TEST("embedding plan of %lld tokens below %lld", (long long)N, (long long)V);
     uint64_t seed = 5;
-    int32_t *tokens = malloc((size_t)(N + 1) * sizeof *tokens), *plan = malloc((size_t)embedding_plan_size(N) * sizeof *plan);
+    int32_t *tokens = malloc((size_t)(N + 1) * sizeof *tokens);
+    int32_t *plan = malloc((size_t)embedding_plan_size(N) * sizeof *plan);
     for (int64_t n = 0; n < N; n++) tokens[n] = (int32_t)(random_u64(&seed) % (uint64_t)V);
     embedding_plan(plan, tokens, N);
     const int32_t *order = plan, *begin = plan + N, *token = begin + N + 1;
@@ -214,7 +215,8 @@ static void test_embedding_plan(int64_t N, int64_t V)
         CHECK(r == 0 || token[r] > token[r - 1], "run %d is of token %d, the one before of %d", r, token[r], token[r - 1]);
         for (; at < begin[r + 1]; at++) {
             CHECK(tokens[order[at]] == token[r], "place %d holds token %d in a run of %d", at, tokens[order[at]], token[r]);
-            CHECK(at == begin[r] || order[at] > order[at - 1], "positions %d, %d are out of order", order[at - 1], order[at]);
+            int32_t before = at > begin[r] ? order[at - 1] : -1;
+            CHECK(order[at] > before, "positions %d, %d are out of order", before, order[at]);
         }
     }
     CHECK(at == N, "the runs hold %d of %lld positions", at, (long long)N);
