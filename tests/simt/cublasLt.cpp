@@ -8,9 +8,9 @@
  * leading dimensions that do not fit, addresses outside of device memory or less aligned than the heuristic was promised, an
  * epilogue without its bias or aux, an output over an input.
  *
- * The heuristic refuses an auxiliary matrix whose leading dimension is not a multiple of 8, as the library's documentation has
- * it, and the epilogues that the environment variable SIMT_CUBLASLT_REFUSE lists by number ("4,164,192"), so that what is done
- * in their place is tested too.
+ * The heuristic refuses an auxiliary matrix whose leading dimension is not a multiple of 8, as the library's documentation
+ * has it, and the epilogues that the environment variable SIMT_CUBLASLT_REFUSE lists by number ("4,164,192"), so that what
+ * is done in their place is tested too.
  */
 #include "cublasLt.h"
 
@@ -90,7 +90,7 @@ cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle)
     return CUBLAS_STATUS_SUCCESS;
 }
 
-/* --- descriptions --------------------------------------------------------------------------------------------------------- */
+/* --- descriptions --------------------------------------------------------------------------------------------------- */
 
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *product, cublasComputeType_t, cudaDataType_t scale)
 {
@@ -171,7 +171,7 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
     return read_value(&preference->alignment[attribute - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES], value, bytes);
 }
 
-/* --- products ------------------------------------------------------------------------------------------------------------- */
+/* --- products ------------------------------------------------------------------------------------------------------- */
 
 /* Do the matrices fit each other? */
 static cublasStatus_t shapes_check(const cublasLtMatmulDescOpaque &p, const cublasLtMatrixLayoutOpaque &a,
@@ -185,7 +185,8 @@ static cublasStatus_t shapes_check(const cublasLtMatmulDescOpaque &p, const cubl
                      (long long)n, (long long)d.rows, (long long)d.columns);
     if (a.type != b.type || (a.type == CUDA_R_32F && d.type != CUDA_R_32F))
         return wrong("factors of types %d and %d into type %d", a.type, b.type, d.type);
-    if (p.epilogue & 128 && p.aux_ld < m) return wrong("aux has leading dimension %lld for %lld rows", (long long)p.aux_ld, (long long)m);
+    if (p.epilogue & 128 && p.aux_ld < m) return wrong("aux has leading dimension %lld for %lld rows", (long long)p.aux_ld,
+                                                       (long long)m);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -237,7 +238,8 @@ static bool overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes
 
 static cublasStatus_t operand_check(const char *name, const void *at, size_t bytes, uint32_t alignment)
 {
-    if (simt_memory(at, bytes) != SIMT_DEVICE) return wrong("%s, %zu bytes, is not in one allocation of the device", name, bytes);
+    if (simt_memory(at, bytes) != SIMT_DEVICE) return wrong("%s, %zu bytes, is not in one allocation of the device", name,
+                                                            bytes);
     if ((uintptr_t)at % alignment) return wrong("%s at %p is not aligned to %u bytes, as was promised", name, at, alignment);
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -252,7 +254,8 @@ static cublasStatus_t product_check(const Product &p, const Promise &promise)
         {"B", p.B, layout_bytes(p.b), promise.alignment[1], true},
         {"C", p.C, result, promise.alignment[2], p.beta != 0},
         {"D", p.D, result, promise.alignment[3], true},
-        {"the bias", p.how.bias, (size_t)p.d.rows * element, (uint32_t)element, (p.how.epilogue & CUBLASLT_EPILOGUE_BIAS) != 0},
+        {"the bias", p.how.bias, (size_t)p.d.rows * element, (uint32_t)element,
+         (p.how.epilogue & CUBLASLT_EPILOGUE_BIAS) != 0},
         {"aux", p.how.aux, aux, 16, (p.how.epilogue & 128) != 0},
     };
     for (const auto &o : operands) {
@@ -284,7 +287,8 @@ static std::vector<float> factor(const void *matrix, const cublasLtMatrixLayoutO
     std::vector<float> out((size_t)(rows * columns));
     for (int64_t c = 0; c < columns; c++)
         for (int64_t r = 0; r < rows; r++)
-            out[(size_t)(c * rows + r)] = element_read(matrix, transposed ? r * layout.ld + c : c * layout.ld + r, layout.type);
+            out[(size_t)(c * rows + r)] = element_read(matrix, transposed ? r * layout.ld + c : c * layout.ld + r,
+                                                       layout.type);
     return out;
 }
 

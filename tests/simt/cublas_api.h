@@ -1,4 +1,4 @@
-/* cublas_api.h - types of cuBLAS that cublasLt.h and cublas_v2.h share, as far as this project uses them, for the emulation. */
+/* cublas_api.h - types of cuBLAS that cublasLt.h and cublas_v2.h share, as far as this project uses them. */
 #ifndef SIMT_CUBLAS_API_H
 #define SIMT_CUBLAS_API_H
 

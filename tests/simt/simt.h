@@ -4,8 +4,8 @@
  *
  *     g++ -x c++ -std=c++17 -DSIMT_EMULATION -Itests/simt -I. -fno-strict-aliasing -fsanitize=address,undefined kernels.cu
  *
- * and is linked with simt.cpp, simt_runtime.cpp and simt_streams.cpp (`make test-simt` does both). This header then stands in
- * for cuda_runtime.h, cuda_bf16.h and cuda_fp16.h, and cublasLt.h beside it (with cublasLt.cpp) for cuBLASLt.
+ * and is linked with simt.cpp, simt_runtime.cpp and simt_streams.cpp (`make test-simt` does both). This header then stands
+ * in for cuda_runtime.h, cuda_bf16.h and cuda_fp16.h, and cublasLt.h beside it (with cublasLt.cpp) for cuBLASLt.
  * `make SIMT=1` builds the whole program so: the ordinary tests and the trainer, with the GPU's backends emulated.
  *
  * How it works. A launch runs its blocks one after another, in a random order, on the calling thread, when its stream comes
@@ -431,8 +431,8 @@ SIMT_STORE_HINT(__stwb) SIMT_STORE_HINT(__stcg) SIMT_STORE_HINT(__stcs) SIMT_STO
 
 /* --- launches ------------------------------------------------------------------------------------------------------ */
 
-/* Leaves `work` to a stream: to be done when its turn comes, at once on the default stream, or by a graph where the stream is
- * being captured. */
+/* Leaves `work` to a stream: to be done when its turn comes, at once on the default stream, or by a graph where the stream
+ * is being captured. */
 cudaError_t simt_queue(cudaStream_t stream, std::function<void()> work);
 /* Queues a launch, which runs `body` once for every thread. `text` begins with the kernel's name as the source has it. */
 cudaError_t simt_launch(const char *text, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,

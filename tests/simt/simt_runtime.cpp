@@ -1,4 +1,4 @@
-/* simt_runtime.cpp - the host side of the runtime that simt_runtime.h declares: fenced memory and copies, errors, one device. */
+/* simt_runtime.cpp - memory with fences, copies, errors and the device, of the runtime that simt_runtime.h declares. */
 #include "simt.h"
 
 #include <stdlib.h>

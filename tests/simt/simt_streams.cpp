@@ -5,10 +5,10 @@
  * synchronisation that waits for it, and streams overtake one another as far as events let them:
  *
  *     stream 0   copy  kernel      wait(event)  kernel
- *     stream 1          copy  record(event)               whoever comes to wait(event) first does what stream 1 holds up to it
+ *     stream 1          copy  record(event)               wait does what stream 1 holds up to the event
  *
- * A host buffer that is reused too soon, a result that is read too soon, a stream that should have waited for another: all of
- * them give other results for some seed. Copies from pageable memory take what it holds at the call, and copies to it are
+ * A host buffer that is reused too soon, a result that is read too soon, a stream that should have waited for another: all
+ * of them give other results for some seed. Copies from pageable memory take what it holds at the call, and copies to it are
  * done on return, as CUDA says.
  *
  * A stream that is being captured keeps its closures for the graph. A graph launched queues them all.
@@ -38,8 +38,8 @@ struct CUstream_st {
 };
 
 struct CUevent_st {
-    std::shared_ptr<Queue> queue; /* where it was recorded, and after how much work; NULL: nowhere yet, or on the default stream */
-    uint64_t point;
+    std::shared_ptr<Queue> queue; /* where it was recorded; NULL: nowhere yet, or on the default stream */
+    uint64_t point;               /* after how much work there */
     std::shared_ptr<timespec> time;
 };
 
