@@ -7,8 +7,8 @@
 # dev/attention, .c or .cu, which is built first. Kernels for the GPU need a train_gpt that was built for it; kernels for the
 # CPU then need --device cpu among the options, so the two kinds do not mix in one comparison. All runs share seed and
 # options; without --data or --train among them the corpus is a small one made here. Options given after -- come last and win
-# over these: 4 layers, 4 heads, 128 wide, T 64, batch 12, 100 steps. The first kernel is the one that the others are compared
-# with.
+# over these: 4 layers, 4 heads, 128 wide, T 64, batch 12, 100 steps, 10 of them warmup (with --steps and no --warmup: as the
+# trainer would have it). The first kernel is the one that the others are compared with.
 #
 # Writes SWAP_OUT (default runs/swap-DATE-TIME): one run directory a kernel, and curves.png where matplotlib is installed.
 # Exit status: 0 done, 1 a run or the comparison failed, 2 wrong arguments.
@@ -37,7 +37,19 @@ out=${SWAP_OUT:-runs/swap-$(date +%Y%m%d-%H%M%S)}
 [ ! -e "$out" ] || fail "$out is there already; name another in SWAP_OUT" 2
 [ -x "$train" ] || make ARCH="$ARCH" || exit 1
 
-# Whatever can be wrong with a kernel is said before the first run starts.
+# Options before those of the caller, who may say otherwise. A warmup of 10 would not fit every --steps.
+options="--layers 4 --heads 4 --dim 128 --seq 64 --batch 12 --steps 100 --lr 1e-3 --eval-every 50 --save-every 0"
+options="$options --sample-every 0 --seed 1337"
+has_data= warmup="--warmup 10"
+for option in "$@"; do
+    case $option in
+        --data | --data=* | --train | --train=*) has_data=1 ;;
+        --steps | --steps=*) warmup= ;;
+    esac
+done
+options="$options $warmup"
+
+# Every kernel is built and opened, by a run of no steps, before the first is trained with.
 choices=
 for kernel in $kernels; do
     choice=$kernel
@@ -49,31 +61,30 @@ for kernel in $kernels; do
                choice=build/attention/$kernel.so
            fi ;;
     esac
+    # shellcheck disable=SC2086 -- words
+    "$train" $options "$@" --steps 0 --warmup 0 --eval-every 0 --sample-every 0 --attention "$choice" > /dev/null ||
+        fail "$kernel cannot run with these options" 2
     choices="$choices $choice"
 done
 mkdir -p "$out" || exit 1
 
-has_data=
-for option in "$@"; do
-    case $option in --data | --data=* | --train | --train=*) has_data=1 ;; esac
-done
 if [ -z "$has_data" ]; then
     "$python" data/prepare.py --text builtin --builtin-bytes 400000 --out "$out/data" || exit 1
     set -- --data "$out/data" "$@"
 fi
 
-runs=
+names=
 for choice in $choices; do
     name=$(basename "$choice" .so)
     while [ -e "$out/$name" ]; do name=$name+; done
     echo "== $choice"
-    "$train" --layers 4 --heads 4 --dim 128 --seq 64 --batch 12 --steps 100 --warmup 10 --lr 1e-3 --eval-every 50 \
-        --save-every 0 --sample-every 0 --seed 1337 "$@" --attention "$choice" --out "$out/$name" || exit 1
-    runs="$runs $out/$name"
+    # shellcheck disable=SC2086 -- words
+    "$train" $options "$@" --attention "$choice" --out "$out/$name" || exit 1
+    names="$names $name"
 done
 
-# shellcheck disable=SC2086 -- names of runs hold no blanks unless SWAP_OUT does
-set -- $runs
+set --
+for name in $names; do set -- "$@" "$out/$name"; done
 if [ $# -lt 2 ]; then
     echo "one run only, nothing to compare: $1/log.jsonl"
 elif "$python" -c 'import matplotlib' 2> /dev/null; then

@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""dev/swap.sh: trains with each kernel and compares; what is wrong with a kernel is said before the first run starts."""
+import os
+import subprocess
+import sys
+import tempfile
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+from check import check, end, test  # noqa: E402
+from trainer_runs import ROOT, TINY, TRAIN, read_log, write_corpus  # noqa: E402
+
+FOLDER = tempfile.TemporaryDirectory()
+
+
+def swap(out, *words):
+    """Exit status, output and errors of dev/swap.sh with tiny models on the CPU."""
+    kernels, options = words[:words.index("--")], words[words.index("--") + 1:]
+    tiny = TINY[:TINY.index("--warmup")]  # whether there is a warmup is the script's to say
+    done = subprocess.run(["sh", os.path.join(ROOT, "dev", "swap.sh"), *kernels, "--", *tiny, "--device", "cpu", "--data",
+                           os.path.join(FOLDER.name, "corpus"), *options], capture_output=True, text=True, cwd=FOLDER.name,
+                          env={**os.environ, "TRAIN": TRAIN, "PYTHON": sys.executable, "SWAP_OUT": out})
+    return done.returncode, done.stdout, done.stderr
+
+
+def main():
+    write_corpus(os.path.join(FOLDER.name, "corpus"))
+    out = os.path.join(FOLDER.name, "a place")
+    with test("two kernels, three steps, a folder with a blank in its name"):
+        status, output, errors = swap(out, "tiled", "reference", "--", "--steps", "3")
+        check(status == 0, status, output[-500:], errors)
+        check("against tiled" in output, output[-500:])
+        for name in ("tiled", "reference"):
+            losses = [line["loss"] for line in read_log(os.path.join(out, name)) if "loss" in line]
+            check(len(losses) == 3, f"{name} has {len(losses)} steps, expected 3")
+    with test("without --steps there are 100, ten of them warmup"):
+        out = os.path.join(FOLDER.name, "default")
+        status, output, errors = swap(out, "tiled", "--", "--eval-every", "0")
+        check(status == 0, status, output[-500:], errors)
+        rates = [line["lr"] for line in read_log(os.path.join(out, "tiled")) if "lr" in line]
+        check(len(rates) == 100 and max(rates) == rates[9], f"{len(rates)} steps, of learning rates {rates[:12]} ...")
+    with test("a kernel that cannot run is named before the first run, and nothing is left"):
+        out = os.path.join(FOLDER.name, "nothing")
+        status, output, errors = swap(out, "tiled", "nowhere", "--", "--steps", "3")
+        check(status == 2 and "nowhere" in errors, status, errors)
+        check("== tiled" not in output and not os.path.exists(out), "tiled was trained with:", output[-500:])
+    FOLDER.cleanup()
+    end()
+
+
+if __name__ == "__main__":
+    main()
