@@ -7,7 +7,6 @@
  */
 #include <errno.h>
 #include <math.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +21,7 @@
 #include "layers/gpt.h"
 #include "trainer/display.h"
 #include "trainer/options.h"
+#include "trainer/process.h"
 #include "trainer/run.h"
 #include "trainer/sample.h"
 
@@ -48,33 +48,18 @@ typedef struct Trainer {
     int64_t eval_windows, eval_total;   /* windows of an evaluation; windows there are */
     double entropy_rate;                /* of the corpus, nats a token; NaN where it is not known */
 
+    uint64_t data_fingerprint;          /* of the training shards */
     int prefetched, prefetch_failed;    /* the next update's batches are on the device; or could not be had */
     int64_t prefetch_position;          /* of the loader behind them */
 
     Run run;
     char start_path[PATH_BYTES];        /* checkpoint that the run starts from; "" for random weights */
+    int resumed;                        /* it is a checkpoint of this run, with optimizer and state */
     char saved_path[PATH_BYTES];        /* newest complete checkpoint of this run; "" where there is none */
     CheckpointState state;
     int64_t last;                       /* update after which this process stops */
     Curve train_curve, val_curve;
 } Trainer;
-
-/* The signal that asks the run to end; 0 until then. The one thing that a handler may touch. */
-static volatile sig_atomic_t stop_signal;
-
-static void stop_handler(int number) { stop_signal = number; }
-
-/* The first Ctrl-C ends the run in good order, a second one at once. */
-static void stop_on_signals(void)
-{
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = stop_handler;
-    action.sa_flags = (int)(SA_RESETHAND | SA_RESTART);
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
-    signal(SIGXFSZ, SIG_IGN); /* a file-size limit is a failed write, which is reported, not a death */
-}
 
 /* --- setup ------------------------------------------------------------------------------------------------------------------ */
 
@@ -90,20 +75,19 @@ static int setup_start(Trainer *t)
         }
         if (run_open(&t->run, o->out, 1, &t->error)) return EXIT_OPTION;
         if (run_path(&t->run, "config.json", path, sizeof path, &t->error)) return EXIT_OPTION;
-        if (!access(path, F_OK) && options_from_config(o, &t->given, path, &t->error)) return EXIT_OPTION;
         *t->error.text = 0;
         int found = checkpoint_newest(o->out, t->start_path, sizeof t->start_path, &t->error);
         if (found < 0) return EXIT_MACHINE;
         if (*t->error.text) printf("resume   %s\n", t->error.text); /* damaged checkpoints that were passed over */
-        if (checkpoint_prune(o->out, o->keep, &t->error)) return EXIT_MACHINE;
-        if (!found) {
-            *t->start_path = 0;
-            printf("resume   %s holds no complete checkpoint: starting at step 0\n", o->out);
-        }
-        snprintf(t->saved_path, sizeof t->saved_path, "%s", t->start_path);
+        if ((found || !access(path, F_OK)) && options_from_config(o, &t->given, path, &t->error)) return EXIT_OPTION;
+        if (!found) printf("resume   %s holds no complete checkpoint: starting at step 0\n", o->out);
+        if (!found) snprintf(t->start_path, sizeof t->start_path, "%s", strcmp(o->init, "random") ? o->init : "");
+        else snprintf(t->saved_path, sizeof t->saved_path, "%s", t->start_path);
+        t->resumed = found;
     } else if (strcmp(o->init, "random")) {
-        if (access(o->init, R_OK)) {
-            error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
+        o->init = realpath(o->init, NULL); /* for the rest of the process: a run that is resumed may start elsewhere */
+        if (!o->init) {
+            error_set(&t->error, "--init: %s: %s", options_text(&t->given, "init"), strerror(errno));
             return EXIT_MACHINE;
         }
         snprintf(t->start_path, sizeof t->start_path, "%s", o->init);
@@ -120,7 +104,11 @@ static int setup_model(Trainer *t)
         if (access(t->tokenizer_path, F_OK)) *t->tokenizer_path = 0;
         else if (!(t->tokenizer = tokenizer_open(t->tokenizer_path, &t->error))) return EXIT_MACHINE;
     }
-    if (*t->start_path && checkpoint_config(t->start_path, &shape, &t->error)) return EXIT_MACHINE;
+    if (*t->start_path && checkpoint_config(t->start_path, &shape, &t->error)) {
+        Error inner = t->error;
+        error_set(&t->error, "%s cannot be read as a model: %.900s", t->start_path, inner.text);
+        return EXIT_MACHINE;
+    }
     if (options_resolve_model(o, &t->given, *t->start_path ? &shape : NULL, t->start_path,
                               t->tokenizer ? tokenizer_vocab(t->tokenizer) : 0, &t->error) ||
         options_resolve_batch(o, &t->given, &t->error))
@@ -128,6 +116,14 @@ static int setup_model(Trainer *t)
     if (o->sample_every && !t->tokenizer) {
         error_set(&t->error, "--sample-every needs a tokenizer.bin in --data DIR, got %s", *o->data ? o->data : "no --data");
         return EXIT_OPTION;
+    }
+    if (o->sample_every && *o->prompt) { /* a prompt that cannot be encoded is better refused now than at the first sample */
+        size_t count;
+        if (tokenizer_encode(t->tokenizer, o->prompt, strlen(o->prompt), NULL, 0, &count, &t->error)) {
+            Error inner = t->error;
+            error_set(&t->error, "--prompt cannot be used with this data: %.900s", inner.text);
+            return EXIT_OPTION;
+        }
     }
     t->config.layers = o->layers;
     t->config.heads = o->heads;
@@ -261,6 +257,7 @@ static int setup_data(Trainer *t)
         t->eval_total = shards_windows(&t->val_shards, o->seq);
         t->eval_windows = wanted < t->eval_total ? wanted : t->eval_total;
     }
+    t->data_fingerprint = shards_fingerprint(&t->train_shards);
     t->entropy_rate = corpus_entropy(o->data);
     return 0;
 }
@@ -284,6 +281,27 @@ static void print_plan(Trainer *t)
            parts[3], parts[4], program > 0 ? " + program " : "", program > 0 ? parts[5] : "", parts[6]);
 }
 
+/* Does what the checkpoint was trained with agree with what is there now? */
+static int check_resumed(Trainer *t)
+{
+    const Options *o = &t->options;
+    if (t->state.seed != (uint64_t)o->seed) {
+        error_set(&t->error, "%s was trained with seed %llu, but config.json says %lld", t->start_path, (unsigned long long)t->state.seed,
+                  (long long)o->seed);
+        return EXIT_MACHINE;
+    }
+    if (o->steps < t->state.step) {
+        error_set(&t->error, "--steps %lld lies before step %lld, which the run has reached", (long long)o->steps, (long long)t->state.step);
+        return EXIT_OPTION;
+    }
+    if (t->train_shards.count && t->state.data_fingerprint && t->state.data_fingerprint != t->data_fingerprint) {
+        error_set(&t->error, "the training shards are not those that %s was trained on (%lld tokens in %zu now): its place in the data means nothing "
+                  "there; to train its weights on other data, use --init", t->start_path, (long long)t->train_shards.tokens, t->train_shards.count);
+        return EXIT_MACHINE;
+    }
+    return 0;
+}
+
 /* Makes the model and fills it: from a checkpoint, with moments and state where the run resumes, or from the seed. */
 static int setup_weights(Trainer *t)
 {
@@ -295,11 +313,11 @@ static int setup_weights(Trainer *t)
         gpt_init_random(t->gpt, (uint64_t)t->options.seed);
         return 0;
     }
-    if (t->options.resume ? checkpoint_load_optimizer(t->start_path, t->gpt, &t->state, &t->error)
-                          : checkpoint_load_parameters(t->start_path, t->gpt, &t->error))
+    if (t->resumed ? checkpoint_load_optimizer(t->start_path, t->gpt, &t->state, &t->error)
+                   : checkpoint_load_parameters(t->start_path, t->gpt, &t->error))
         return EXIT_MACHINE;
-    printf("start    %s%s, step %lld\n", t->options.resume ? "resuming from " : "", t->start_path, (long long)t->state.step);
-    return 0;
+    printf("start    %s%s, step %lld\n", t->resumed ? "resuming from " : "", t->start_path, (long long)t->state.step);
+    return t->resumed ? check_resumed(t) : 0;
 }
 
 static int setup_run(Trainer *t)
@@ -309,13 +327,18 @@ static int setup_run(Trainer *t)
     if (!o->resume && run_open(&t->run, o->out, 0, &t->error)) return EXIT_OPTION;
     int status = setup_weights(t);
     if (status) return status;
-    if (t->run.dir && (run_path(&t->run, "config.json", path, sizeof path, &t->error) || options_write_config(o, path, &t->error) ||
-                       run_log_open(&t->run, *t->start_path || !o->resume ? t->state.step : -1, &t->error)))
-        return EXIT_MACHINE;
     t->last = o->stop && o->stop < o->steps ? o->stop : o->steps;
-    if (!t->train_shards.count) return 0;
-    t->loader = loader_open(&t->train_shards, o->batch, o->seq, o->vocab, (uint64_t)o->seed, t->state.data_position, &t->error);
-    if (!t->loader) return EXIT_MACHINE;
+    t->state.data_fingerprint = t->data_fingerprint;
+    if (t->train_shards.count) {
+        t->loader = loader_open(&t->train_shards, o->batch, o->seq, o->vocab, (uint64_t)o->seed, t->state.data_position, &t->error);
+        if (!t->loader) return EXIT_MACHINE;
+    }
+    /* From here on the run's files change: whatever can be refused has been. */
+    if (t->run.dir && (run_path(&t->run, "config.json", path, sizeof path, &t->error) || options_write_config(o, path, &t->error) ||
+                       run_log_open(&t->run, t->resumed || !o->resume ? t->state.step : -1, &t->error) ||
+                       checkpoint_prune(o->out, 0, &t->error))) /* 0: removes what a killed process left half done, nothing else */
+        return EXIT_MACHINE;
+    if (!t->loader) return 0;
     printf("run      %lld updates of %lld tokens (%lld micro-steps of %lld x %lld): %.2f epochs%s%s\n", (long long)o->steps,
            (long long)o->batch_tokens, (long long)(o->batch_tokens / (o->batch * o->seq)), (long long)o->batch, (long long)o->seq,
            (double)o->steps * (double)o->batch_tokens / (double)(shards_windows(&t->train_shards, o->seq) * o->seq),
@@ -338,6 +361,24 @@ static int setup(Trainer *t)
 
 /* --- the run ---------------------------------------------------------------------------------------------------------------- */
 
+/* The sentence for a model whose update `step` gave something that is not finite. Returns -1. */
+static int diverged(Trainer *t, int64_t step, const char *what)
+{
+    static const struct { GptBuffer buffer; const char *name; } places[] = {
+        {GPT_PARAMETERS, "parameter"}, {GPT_GRADIENTS, "gradient of"}, {GPT_MOMENT1, "first moment of"}, {GPT_MOMENT2, "second moment of"},
+    };
+    const char *fault = gpt_fault(t->gpt), *kept = *t->saved_path ? t->saved_path : "none", *place = "none, only a loss";
+    const GptTensor *tensor = NULL;
+    if (fault)
+        return error_set(&t->error, "step %lld: attention %s failed: %s; last good checkpoint: %s", (long long)step, t->attention->name, fault, kept);
+    for (size_t i = 0; i < sizeof places / sizeof places[0] && !tensor; i++) {
+        tensor = gpt_find_nonfinite(t->gpt, places[i].buffer);
+        if (tensor) place = places[i].name;
+    }
+    return error_set(&t->error, "step %lld: %s; first tensor that is not finite: %s%s%s; stopped without saving; last good checkpoint: %s",
+                     (long long)step, what, place, tensor ? " " : "", tensor ? tensor->name : "", kept);
+}
+
 /* Mean loss over eval_windows windows spread evenly over the validation set, whatever the batch. */
 static int evaluate(Trainer *t)
 {
@@ -347,7 +388,7 @@ static int evaluate(Trainer *t)
     Progress progress = progress_begin("evaluating");
     double sum = 0;
     int status = window && rows ? 0 : error_set(&t->error, "not enough memory for an evaluation batch");
-    for (int64_t done = 0; done < n && !status;) {
+    for (int64_t done = 0; done < n && !status && !process_stop;) {
         int64_t count = n - done < B ? n - done : B;
         for (int64_t b = 0; b < count && !status; b++) {
             int64_t i = done + b, index = i * (t->eval_total / n) + i * (t->eval_total % n) / n; /* floor(i*total/n), no overflow */
@@ -363,6 +404,8 @@ static int evaluate(Trainer *t)
     free(window);
     free(rows);
     if (status) return status;
+    if (process_stop) return 0; /* nobody waits for the rest of it */
+    if (!isfinite(sum)) return diverged(t, t->state.step, "the validation loss is not finite");
     t->state.validation_loss = sum / (double)(n * T);
     curve_add(&t->val_curve, t->state.step, t->state.validation_loss);
     printf("step %6lld/%lld  validation loss %.4f", (long long)t->state.step, (long long)t->options.steps, t->state.validation_loss);
@@ -377,7 +420,7 @@ static int evaluate(Trainer *t)
 static int sample(Trainer *t)
 {
     const Options *o = &t->options;
-    SampleChoice choice = {o->sample_tokens, o->seq, o->temperature, o->top_k};
+    SampleChoice choice = {o->sample_tokens, o->seq, o->temperature, o->top_k, &process_stop};
     uint64_t state = random_mix(random_mix((uint64_t)o->seed) ^ (uint64_t)t->state.step);
     size_t length;
     char *text = sample_text(t->gpt, t->tokenizer, o->prompt, &choice, &state, &length, &t->error);
@@ -398,29 +441,22 @@ static int sample(Trainer *t)
     return status;
 }
 
+/* Writes a checkpoint, unless the model is no longer worth one. */
 static int save(Trainer *t)
 {
     if (!t->run.dir) return 0;
     char path[PATH_BYTES];
     int32_t end_of_text = t->tokenizer ? tokenizer_end_of_text(t->tokenizer) : -1;
+    for (int buffer = GPT_PARAMETERS; buffer <= GPT_MOMENT2; buffer++)
+        if (buffer != GPT_GRADIENTS && gpt_find_nonfinite(t->gpt, (GptBuffer)buffer))
+            return diverged(t, t->state.step, "the model or its moments are not finite");
     if (checkpoint_save(t->run.dir, t->gpt, &t->state, end_of_text, *t->tokenizer_path ? t->tokenizer_path : NULL, path, sizeof path,
-                        &t->error))
-        return -1;
+                        &t->error)) {
+        Error inner = t->error;
+        return error_set(&t->error, "%.800s; last good checkpoint: %.200s", inner.text, *t->saved_path ? t->saved_path : "none");
+    }
     snprintf(t->saved_path, sizeof t->saved_path, "%s", path);
     return checkpoint_prune(t->run.dir, t->options.keep, &t->error);
-}
-
-/* The sentence for a step whose loss or gradient is not finite. Returns -1. */
-static int diverged(Trainer *t, double loss, double norm)
-{
-    const GptTensor *parameter = gpt_find_nonfinite(t->gpt, GPT_PARAMETERS), *gradient = gpt_find_nonfinite(t->gpt, GPT_GRADIENTS);
-    const char *fault = gpt_fault(t->gpt), *kept = *t->saved_path ? t->saved_path : "none";
-    long long step = (long long)t->state.step + 1;
-    if (fault) return error_set(&t->error, "step %lld: attention %s failed: %s; last good checkpoint: %s", step, t->attention->name, fault, kept);
-    return error_set(&t->error, "step %lld: the loss is %g and the gradient norm %g: first tensor that is not finite: %s%s; stopped without "
-                     "saving; last good checkpoint: %s", step, loss, norm,
-                     parameter ? "parameter " : gradient ? "gradient of " : "none, the loss alone",
-                     parameter ? parameter->name : gradient ? gradient->name : "", kept);
 }
 
 /* Takes the next update's batches from the loader to the device. A fault of the data is kept for the update that needs them. */
@@ -460,7 +496,8 @@ static int update(Trainer *t, double *loss, double *norm, double *lr)
     gpt_step_finish(t->gpt, loss, &norm_found);
     *loss /= (double)o->batch_tokens;
     *norm = (double)norm_found;
-    if (!isfinite(*loss) || !isfinite(*norm)) return diverged(t, *loss, *norm);
+    if (!isfinite(*loss)) return diverged(t, number, "the loss is not finite");
+    if (!isfinite(*norm)) return diverged(t, number, "the gradient is not finite");
     t->state.step = number;
     t->state.data_position = position;
     return 0;
@@ -505,17 +542,25 @@ static int log_step(Trainer *t, double loss, double norm, double lr, double seco
                    (double)t->options.batch_tokens / seconds, mfu);
 }
 
+/* The data failed, the model did not: keeps what was trained. Returns -1 with the sentence of the data. */
+static int save_after_fault(Trainer *t)
+{
+    Error fault = t->error;
+    if (save(t)) return error_set(&t->error, "%.500s; nor could a checkpoint be written: %.400s", fault.text, "see above");
+    return error_set(&t->error, "%.800s; checkpoint: %.200s", fault.text, t->run.dir ? t->saved_path : "none, as there is no --out");
+}
+
 /* Runs up to t->last or a signal. Returns 0, or -1 with the sentence in t->error. */
 static int train(Trainer *t)
 {
     const Options *o = &t->options;
     double loss, norm, lr, unprinted = 0;
     int64_t updates = 0;
-    if (t->state.step == 0 && o->eval_every && t->loader && evaluate(t)) return -1;
+    if (t->state.step == 0 && !t->resumed && o->eval_every && t->loader && evaluate(t)) return -1;
     if (!o->steps && save(t)) return -1;
-    while (t->state.step < t->last && !stop_signal) {
+    while (t->state.step < t->last && !process_stop) {
         double began = display_clock();
-        if (update(t, &loss, &norm, &lr)) return -1;
+        if (update(t, &loss, &norm, &lr)) return t->prefetch_failed ? save_after_fault(t) : -1;
         double seconds = display_clock() - began;
         unprinted += seconds;
         t->state.seconds += seconds;
@@ -528,8 +573,8 @@ static int train(Trainer *t)
             updates = 0;
         }
         if (is_due(t, o->eval_every) && evaluate(t)) return -1;
-        if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && sample(t)) return -1;
         if (is_due(t, o->save_every) && save(t)) return -1;
+        if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && sample(t)) return -1;
     }
     return 0;
 }
@@ -549,9 +594,9 @@ static int report(Trainer *t)
         printf(", best possible %.4f: %+.1f%%", t->entropy_rate, 100 * (t->state.validation_loss / t->entropy_rate - 1));
     printf("\n");
     if (*t->saved_path) printf("checkpoint %s\n", t->saved_path);
-    if (early && t->run.dir) printf("go on with: ./train_gpt --out %s --resume\n", t->run.dir);
-    if (!early && o->sample_every && sample(t)) return -1;
-    return stop_signal ? EXIT_STOPPED : 0;
+    if (early && t->run.dir) printf("go on with: ./train_gpt --out '%s' --resume\n", t->run.dir);
+    if (!early && o->sample_every && t->train_curve.count && sample(t)) return -1;
+    return process_stop ? EXIT_STOPPED : 0;
 }
 
 static void trainer_free(Trainer *t)
@@ -568,6 +613,7 @@ static void trainer_free(Trainer *t)
 
 int main(int argc, char **argv)
 {
+    process_prepare();
     cpu_settle_threads(argv);
     Trainer *t = (Trainer *)calloc(1, sizeof *t);
     if (!t) {
@@ -580,7 +626,6 @@ int main(int argc, char **argv)
     if (!status && t->options.help) {
         options_help();
     } else if (!status) {
-        stop_on_signals();
         status = setup(t);
         if (!status && !t->options.list_attention) status = train(t) ? EXIT_MACHINE : report(t);
         if (status < 0) status = EXIT_MACHINE;

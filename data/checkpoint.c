@@ -199,12 +199,13 @@ static int read_state(const char *dir, CheckpointState *state, Error *error)
     seconds = json_member(root, "seconds");
     if (read_integer(root, "step", path, 0, &state->step, error) ||
         read_integer(root, "data_position", path, 0, &state->data_position, error) ||
-        read_word(root, "seed", path, &state->seed, error)) {
+        read_word(root, "seed", path, &state->seed, error) ||
+        read_word(root, "data_fingerprint", path, &state->data_fingerprint, error)) {
         result = -1;
     } else if (!loss || (loss->kind != JSON_NUMBER && loss->kind != JSON_NULL)) {
         error_set(error, "%s: \"validation_loss\" is neither a number nor null", path);
-    } else if (!seconds || seconds->kind != JSON_NUMBER) {
-        error_set(error, "%s: \"seconds\" is no number", path);
+    } else if (!seconds || seconds->kind != JSON_NUMBER || seconds->number < 0) {
+        error_set(error, "%s: \"seconds\" is no number from 0 on", path);
     } else {
         state->validation_loss = loss->kind == JSON_NUMBER ? loss->number : NAN;
         state->seconds = seconds->number;
@@ -698,10 +699,11 @@ static int write_state(const char *path, const CheckpointState *state, Error *er
         "  \"step\": %" PRId64 ",\n"
         "  \"data_position\": %" PRId64 ",\n"
         "  \"seed\": \"%" PRIu64 "\",\n"
+        "  \"data_fingerprint\": \"%" PRIu64 "\",\n"
         "  \"validation_loss\": %s,\n"
         "  \"seconds\": %.17g\n"
         "}\n",
-        state->step, state->data_position, state->seed,
+        state->step, state->data_position, state->seed, state->data_fingerprint,
         isfinite(state->validation_loss) ? loss : "null", isfinite(state->seconds) ? state->seconds : 0.0);
     return write_file(path, text, (size_t)length, error);
 }

@@ -26,6 +26,7 @@ typedef struct CheckpointState {
     int64_t step;          /* updates done */
     int64_t data_position; /* loader_position at that moment */
     uint64_t seed;         /* of the run */
+    uint64_t data_fingerprint; /* shards_fingerprint of the training data, 0 where there was none */
     double validation_loss; /* last one measured, NaN where none */
     double seconds;        /* of training, all sessions together */
 } CheckpointState;

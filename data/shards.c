@@ -10,6 +10,8 @@
  */
 #include "data/shards.h"
 
+#include "data/random.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -259,4 +261,19 @@ int shards_window(const ShardSet *set, int64_t index, int64_t T, const int64_t *
         out[i] = (int32_t)token;
     }
     return 0;
+}
+
+uint64_t shards_fingerprint(const ShardSet *set)
+{
+    enum { SAMPLES = 64 };
+    uint64_t hash = random_mix(set->count);
+    for (size_t s = 0; s < set->count; s++) {
+        const Shard *shard = &set->shards[s];
+        hash = random_mix(hash ^ (uint64_t)shard->count);
+        for (int64_t k = 0; k < SAMPLES; k++) { /* evenly spread, the first and the last among them */
+            int64_t last = shard->count - 1, at = last / (SAMPLES - 1) * k + last % (SAMPLES - 1) * k / (SAMPLES - 1);
+            hash = random_mix(hash ^ shard_token(shard, at));
+        }
+    }
+    return hash ? hash : 1; /* 0 stands for none */
 }

@@ -58,6 +58,9 @@ int64_t shards_windows(const ShardSet *set, int64_t T);
 int shards_window(const ShardSet *set, int64_t index, int64_t T, const int64_t *shift, int64_t vocab, int32_t *out,
                   Error *error);
 
+/* A number that tells one set of shards from another: from their token counts and a sample of 64 tokens of each, not from their paths. */
+uint64_t shards_fingerprint(const ShardSet *set);
+
 /* Tokens of a shard that its unshifted windows leave over at the end: (count-1) - windows*T. */
 int64_t shard_slack(const Shard *shard, int64_t T);
 

@@ -351,10 +351,12 @@ static void plan_fault(const GptConfig *config, const GptOptions *options, const
             high = tried.batch - 1;
         }
     }
-    double GiB = 1024.0 * 1024.0 * 1024.0;
     size_t total = gpt_plan(config, options, backend, attention).total;
-    int length = snprintf(error, error_size, "not enough memory: the plan needs %.2f GiB and %.2f GiB are free, %.2f GiB too few; ",
-                          (double)total / GiB, (double)available / GiB, ((double)total - (double)available) / GiB);
+    int large = total >= (size_t)1 << 30;
+    double unit = large ? 1024.0 * 1024.0 * 1024.0 : 1024.0 * 1024.0, free_bytes = (double)available;
+    const char *name = large ? "GiB" : "MiB";
+    int length = snprintf(error, error_size, "not enough memory: the plan needs %.2f %s and %.2f %s are free, %.2f %s too few; ",
+                          (double)total / unit, name, free_bytes / unit, name, ((double)total - free_bytes) / unit, name);
     if (length < 0 || (size_t)length >= error_size) return;
     if (fits) snprintf(error + length, error_size - (size_t)length, "--batch %lld would fit", (long long)fits);
     else snprintf(error + length, error_size - (size_t)length, "not even --batch 1 would fit: choose a smaller model or --seq");

@@ -227,7 +227,33 @@ def good_use():
         check(status == 1 and "not finite" in err and "step " in err and "last good checkpoint: " + run in err, status, err)
         kept = err.strip().rsplit(" ", 1)[1]
         check(os.path.isdir(kept), kept)
-        check(train(*TINY, "--data", DATA, "--steps", 0, "--init", kept)[0] == 0, "the checkpoint it names cannot be read")
+        check(train(*TINY, "--data", DATA, "--steps", 0, "--eval-every", 0, "--init", kept)[0] == 0,
+              "the checkpoint it names cannot be read")
+    with test("a model that is not finite is not saved, nor called done"):
+        run = os.path.join(TMP, "infinite")
+        refused(1, ["step 1", "parameter transformer.wte.weight", "last good checkpoint: none"], *TINY, "--data", DATA, "--steps", 1,
+                "--lr", "1e10", "--weight-decay", "1e30", "--schedule", "constant", "--eval-every", 0, "--out", run)
+        check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
+    with test("a validation loss that is not finite stops the run and stays out of the log"):
+        run = os.path.join(TMP, "novalidation")
+        refused(1, ["validation loss is not finite"], *TINY, "--data", DATA, "--steps", 5, "--lr", "1e30", "--eval-every", 1, "--save-every", 1,
+                "--out", run)
+        check(all(isinstance(line.get("val_loss", 0.0), float) for line in read_log(run)), read_log(run))
+        check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
+    with test("a prompt that the tokenizer cannot encode is refused before the run starts"):
+        odd = write_corpus(os.path.join(TMP, "pairs"))
+        with open(os.path.join(odd, "tokenizer.bin"), "wb") as file:
+            file.write(struct.pack("<256i", 20240328, 2, 98, 97, *[0] * 252))
+            file.write(b"".join(bytes([2]) + b"ab" for _ in range(97)) + b"\x03end")
+        run = os.path.join(TMP, "prompted")
+        refused(2, ["--prompt", "tokenizer.bin"], *TINY, "--data", odd, "--steps", 5, "--sample-every", 1, "--prompt", "ab", "--out", run)
+        check(not os.path.exists(run), "the run was begun")
+    with test("with standard descriptors closed, nothing that is printed lands in the run's files"):
+        run = os.path.join(TMP, "closed")
+        command = " ".join([TRAIN, *map(str, SMALL), "--save-every 1 --out", run])
+        done = subprocess.run(["sh", "-c", f"{command} >&- 2>&- <&-"], cwd=ROOT)
+        check(done.returncode == 0 and [line["step"] for line in read_log(run)] == [1, 2], done.returncode)
+        check(os.path.getsize(os.path.join(run, ".lock")) == 0, "something was written into .lock")
     with test("a data directory may have any name"):
         odd = os.path.join(TMP, "a[b]*c? \\d")
         shutil.copytree(DATA, odd)

@@ -82,6 +82,43 @@ def main():
         check(os.path.isdir(folder + f"/step_{last:08d}"), last, os.listdir(folder))
         check(train("--out", folder, "--resume")[0] == 0, "resume failed")
         same(whole, folder, 100)
+    with test("a resume that is refused, or finds damage, leaves every checkpoint and config.json as they were"):
+        folder = run("guarded", *COMMON, "--data", unequal, "--steps", 100, "--stop", 75)
+        before = sorted(os.listdir(folder)), open(folder + "/config.json").read()
+        for options in (["--data", TMP + "/nonexistent"], ["--attention", "nope"], ["--dim", 32], ["--steps", 20]):
+            status, out, err = train("--out", folder, "--resume", "--keep", 1, "--lr", 5, *options)
+            check(status != 0, options, out)
+        path = folder + "/step_00000075/model.safetensors"
+        data = bytearray(open(path, "rb").read())
+        data[-400:] = b"\xff" * 400
+        open(path, "wb").write(data)
+        status, out, err = train("--out", folder, "--resume", "--keep", 1)
+        check(status == 1 and "nan" in err, status, err)
+        check((sorted(os.listdir(folder)), open(folder + "/config.json").read()) == before, os.listdir(folder))
+    with test("a run whose training data changed is not resumed"):
+        moved = write_corpus(os.path.join(TMP, "moved"), sizes=(641, 321, 449))
+        folder = run("moving", *COMMON, "--data", moved, "--steps", 40, "--stop", 10)
+        write_corpus(moved, sizes=(641, 321, 449), seed=4)
+        status, out, err = train("--out", folder, "--resume")
+        check(status == 1 and "not those" in err, status, err)
+        write_corpus(moved, sizes=(641, 321, 449))
+        check(train("--out", folder, "--resume")[0] == 0, "the same data again is refused")
+    with test("a run that started from a checkpoint and was killed before its first one starts from it again"):
+        folder = run("from-init", *COMMON, "--data", unequal, "--steps", 3, "--save-every", 0, "--init", whole + "/step_00000100")
+        first = log_values(folder)
+        status, out, err = train("--out", folder, "--resume")
+        check(status == 0 and log_values(folder) == first, err, first[:2], log_values(folder)[:2])
+    with test("a closing terminal ends the run with a checkpoint"):
+        folder = os.path.join(TMP, "hangup")
+        process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100000", "--print-every", "1", "--out", folder], cwd=ROOT,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while "step     30/" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGHUP)
+        out, err = process.communicate()
+        check(process.returncode == 130 and "stopped at step" in out, process.returncode, err)
+        last = max(line["step"] for line in read_log(folder))
+        check(os.path.isdir(folder + f"/step_{last:08d}"), last, os.listdir(folder))
     with test("a finished run resumed does nothing; with more steps it goes on"):
         before = log_values(whole)
         status, out, err = train("--out", whole, "--resume")

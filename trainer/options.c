@@ -134,7 +134,7 @@ static int value_set(Options *options, const OptionRow *row, const char *text, E
         if (end == text || *end || !isfinite(value) || isspace((unsigned char)*text))
             return error_set(error, "--%s: got '%s', expected a number", row->name, text);
         if (value < row->least || value > row->most)
-            return error_set(error, "--%s: got %s, expected a number from %g to %g", row->name, text, row->least, row->most);
+            return error_set(error, "--%s: got %s, expected a number from %g to %.7g", row->name, text, row->least, row->most);
         *real_at(options, row) = value;
         return 0;
     }
@@ -198,7 +198,7 @@ static int unknown_option(const char *argument, Error *error)
     snprintf(name, sizeof name, "%.*s", (int)strcspn(start, "="), start);
     for (int i = 1; i < ROWS; i++)
         if (name_distance(name, TABLE[i].name) < name_distance(name, nearest->name)) nearest = &TABLE[i];
-    if (name_distance(name, nearest->name) <= 2 + (int)strlen(name) / 4)
+    if (name_distance(name, nearest->name) <= 1 + (int)strlen(name) / 4)
         return error_set(error, "unknown option '%s'; did you mean --%s? (--help lists all)", argument, nearest->name);
     return error_set(error, "unknown option '%s' (--help lists all)", argument);
 }
@@ -228,6 +228,7 @@ int options_parse(Options *options, OptionsGiven *given, int argc, char **argv, 
         }
         const OptionRow *row = &TABLE[code - 256];
         given->given[code - 256] = 1;
+        given->text[code - 256] = optarg;
         if (row->kind == KIND_FLAG) *count_at(options, row) = 1;
         else if (value_set(options, row, optarg, error)) return -1;
     }
@@ -239,6 +240,12 @@ int options_given(const OptionsGiven *given, const char *name)
 {
     const OptionRow *row = row_find(name);
     return row && given->given[row - TABLE];
+}
+
+const char *options_text(const OptionsGiven *given, const char *name)
+{
+    const OptionRow *row = row_find(name);
+    return row && given->text[row - TABLE] ? given->text[row - TABLE] : "";
 }
 
 void options_help(void)
@@ -290,9 +297,9 @@ static int take_shape(Options *options, const OptionsGiven *given, const GptConf
         {"vocab", &options->vocab, shape->vocab},
     };
     for (size_t i = 0; i < sizeof facts / sizeof facts[0]; i++) {
-        if (options_given(given, facts[i].name) && *facts[i].field && *facts[i].field != facts[i].value)
-            return error_set(error, "--%s %lld disagrees with %s, whose model has %lld", facts[i].name, (long long)*facts[i].field,
-                             source, (long long)facts[i].value);
+        if (*facts[i].field && *facts[i].field != facts[i].value)
+            return error_set(error, "%s%s %lld disagrees with %s, whose model has %lld", options_given(given, facts[i].name) ? "--" : "config.json's ",
+                             facts[i].name, (long long)*facts[i].field, source, (long long)facts[i].value);
         *facts[i].field = facts[i].value;
     }
     return 0;
@@ -432,16 +439,20 @@ int options_from_config(Options *options, const OptionsGiven *given, const char 
     JsonDocument *document = json_read(path, error);
     if (!document) return -1;
     int status = 0;
+    double kept_lr = -1, kept_final = -1;
+    if (json_root(document)->kind != JSON_OBJECT) status = error_set(error, "%s holds no JSON object, expected the options of a run", path);
     for (int i = 0; i < ROWS && !status; i++) {
         const OptionRow *row = &TABLE[i];
         char name[64], mine[512], theirs[512];
-        if (row->change == NOT_KEPT) continue;
+        if (row->change == NOT_KEPT && strcmp(row->name, "init")) continue;
         json_name(row, name, sizeof name);
         const JsonValue *value = json_member(json_root(document), name);
         if (!value) continue; /* a run of a version that did not know this option: its default */
         Options kept = *options;
         status = config_take(&kept, row, value, path, error);
         if (status) break;
+        if (!strcmp(row->name, "lr")) kept_lr = kept.lr;
+        if (!strcmp(row->name, "lr-final")) kept_final = kept.lr_final;
         if (!given->given[i]) {
             *options = kept;
             continue;
@@ -452,5 +463,7 @@ int options_from_config(Options *options, const OptionsGiven *given, const char 
             status = error_set(error, "--%s %s cannot change within a run: %s has %s", row->name, mine, path, theirs);
     }
     json_free(document);
+    /* A final rate that was a tenth of the old --lr, by default, follows the new one. */
+    if (!status && options_given(given, "lr") && !options_given(given, "lr-final") && kept_final == kept_lr / 10) options->lr_final = -1;
     return status;
 }

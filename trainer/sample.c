@@ -104,7 +104,7 @@ char *sample_text(Gpt *gpt, const Tokenizer *tokenizer, const char *prompt, cons
     float *logits = (float *)malloc((size_t)V * sizeof *logits);
     *length = 0;
     int bad = !logits || text_append(&text, length, &capacity, prompt, strlen(prompt));
-    for (int64_t i = 0; i < choice->tokens && !bad; i++, count++) {
+    for (int64_t i = 0; i < choice->tokens && !bad && !*choice->stop; i++, count++) {
         int64_t total = (int64_t)count, seen = total < choice->window ? total : choice->window;
         gpt_logits(gpt, logits, tokens + total - seen, seen);
         tokens[total] = sample_token(logits, V, choice->temperature, choice->top_k, state);

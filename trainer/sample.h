@@ -2,6 +2,7 @@
 #ifndef SAMPLE_H
 #define SAMPLE_H
 
+#include <signal.h>
 #include <stdint.h>
 
 #include "data/tokenizer.h"
@@ -21,6 +22,7 @@ typedef struct SampleChoice {
     int64_t window;     /* tokens that the model sees at most: the front of a longer text is cut off */
     double temperature;
     int64_t top_k;
+    const volatile sig_atomic_t *stop; /* drawing ends early once it is not 0 */
 } SampleChoice;
 
 /* `prompt` and what the model continues it with, in bytes, *length of them; an empty prompt stands for the end-of-text token. The caller

@@ -1,0 +1,23 @@
+/* process.h - the trainer as a process: signals that end a run in good order, descriptors that somebody closed. */
+#ifndef PROCESS_H
+#define PROCESS_H
+
+#include <signal.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The signal that asks the run to end, 0 until one came: Ctrl-C, SIGTERM, a terminal that closes, a reader of stdout that goes away. */
+extern volatile sig_atomic_t process_stop;
+
+/* To be called first. Opens /dev/null on standard descriptors that are closed: files opened later would get their numbers, and what is
+ * printed would land in them. Lets the first of the signals above set process_stop and a second one end the process at once. A failed
+ * write under a file-size limit becomes an error of that write. A mapped file that is cut short under the process ends it with a
+ * sentence. */
+void process_prepare(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
