@@ -42,6 +42,7 @@ enum {
     ALIGNMENT = 256,                /* of its parts of scratch */
     ROW_MULTIPLE = 8,               /* rows of T x T matrices are padded to it: 16 bytes of bf16 */
     BANDS_MOST = 8, BAND_LEAST = 256,
+    SCAN_BLOCKS = 16,               /* for each head */
     BATCH_MOST = 32768,             /* heads in one call of cuBLAS */
     POINTERS_MOST = 8 * BANDS_MOST, /* arrays of pointers in a call */
 };
@@ -231,17 +232,17 @@ struct Strided {
     int64_t batch, row, head; /* strides */
 };
 
-/* found[z] = whether head z of X (B, NH, T, HS) has a number in it that is not finite. A block a head. */
+/* found[z] = 1 where head z of X (B, NH, T, HS) has a number in it that is not finite; else left alone. SCAN_BLOCKS blocks a head, a
+ * warp a row; several may write the same 1. */
 template <typename Real>
 __global__ void __launch_bounds__(32 * WARPS) scan_kernel(int *found, Strided<Real> X, int64_t NH, int64_t T, int64_t HS)
 {
-    int64_t z = blockIdx.x;
+    int64_t z = blockIdx.x / SCAN_BLOCKS;
     const Real *x = X.data + z / NH * X.batch + z % NH * X.head;
     int mine = 0;
-    for (int64_t t = threadIdx.x / 32; t < T; t += WARPS)
+    for (int64_t t = blockIdx.x % SCAN_BLOCKS * WARPS + threadIdx.x / 32; t < T; t += SCAN_BLOCKS * WARPS)
         for (int64_t d = threadIdx.x % 32; d < HS; d += 32) mine |= !isfinite(to_float(x[t * X.row + d]));
-    int any = __syncthreads_or(mine);
-    if (threadIdx.x == 0) found[z] = any;
+    if (__syncthreads_or(mine) && threadIdx.x == 0) found[z] = 1;
 }
 
 /* Where found[z]: out row i (HS) = alpha * sum over j of W(i, j) * X row j, where W(i, j) is W[i][j] for j <= i, or, if
@@ -519,8 +520,9 @@ template <typename Real>
 static void repair_as(Work *work, Matrices out, Matrices W, Matrices X, int transposed, float alpha)
 {
     const AttentionShape *s = work->shape;
-    dim3 grid((unsigned)head_count(s)), block(32 * WARPS);
-    note_cuda(work, kernel_launch(scan_kernel<Real>, grid, block, 0, work->stream, work->found, strided<Real>(X), s->NH, s->T, s->HS));
+    dim3 grid((unsigned)head_count(s)), scan_grid((unsigned)head_count(s) * SCAN_BLOCKS), block(32 * WARPS);
+    note_cuda(work, cudaMemsetAsync(work->found, 0, (size_t)head_count(s) * sizeof(int), work->stream));
+    note_cuda(work, kernel_launch(scan_kernel<Real>, scan_grid, block, 0, work->stream, work->found, strided<Real>(X), s->NH, s->T, s->HS));
     note_cuda(work, kernel_launch(repair_kernel<Real>, grid, block, 0, work->stream, (const int *)work->found, (Real *)out.data,
                                   strided<Real>(out), (const Real *)W.data, square_elements(s), W.row, strided<Real>(X), s->NH, s->T, s->HS,
                                   alpha, transposed));
