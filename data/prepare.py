@@ -19,7 +19,8 @@ same however many shards or processes there are.
 Nothing is held in memory but a few megabytes a process. As bytes, every token's place is known beforehand, so processes
 write their pieces straight into the shards. With merges it is not: processes encode pieces, and this one writes them in
 order. A piece of text may end only where the tokenizer never joins what stands on both sides (see SAFE); then the tokens are
-exactly those of the whole text encoded in one go. A tokenizer of which no such places are known gets each file whole.
+exactly those of the whole text encoded in one go. A tokenizer of which no such places are known gets each file whole, and
+where there is but one file, its tokens are parted instead of its text.
 
 All files are written in OUT/.prepare and renamed at the end, corpus.json last. So an OUT with a corpus.json is complete, and
 a run that fails, is stopped or is killed leaves the files of OUT as they were.
@@ -353,6 +354,13 @@ class Progress:
 
 # --- the two ways -----------------------------------------------------------------------------------------------------
 
+def part_counts(total, fraction):
+    """How many of so many tokens go to each part."""
+    counts = {"train": total - int(total * fraction), "val": int(total * fraction)}
+    check_parts(counts, fraction)
+    return counts
+
+
 def check_parts(counts, fraction):
     """Either part must have a token to predict from and one to predict."""
     for part, count in counts.items():
@@ -382,8 +390,7 @@ def byte_tasks(documents, shards):
 def prepare_bytes(documents, staging, args):
     """Byte tokens: every place is known, so that processes write side by side. Returns tokens by part."""
     total = sum(document.size + 1 for document in documents)
-    counts = {"train": total - int(total * args.val_fraction), "val": int(total * args.val_fraction)}
-    check_parts(counts, args.val_fraction)
+    counts = part_counts(total, args.val_fraction)
     shards = []
     for part, count in counts.items():
         for number, first in enumerate(range(0, count, args.shard_tokens)):
@@ -402,7 +409,7 @@ def prepare_merged(documents, staging, args, tokenizer):
     size = sum(document.size for document in documents)
     split = find_split(documents, size - int(size * args.val_fraction), tokenizer.splits)
     if not split:
-        raise Fault(f"{documents[0].path}: no place to cut a validation part off; give more text or more files")
+        return prepare_whole(documents[0], staging, args, tokenizer)
     number, byte = split
     spans = {"train": [(document, 0, document.size) for document in documents[:number]] + [(documents[number], 0, byte)],
              "val": [(documents[number], byte, documents[number].size)] +
@@ -422,6 +429,18 @@ def prepare_merged(documents, staging, args, tokenizer):
         counts[part] = writer.tokens
     progress.end()
     check_parts(counts, args.val_fraction)
+    return counts
+
+
+def prepare_whole(document, staging, args, tokenizer):
+    """Tokens of a single text that may be cut nowhere: encoded in one go, and parted then. Returns tokens by part."""
+    packed, _ = encode_pieces([Piece(document.path, 0, document.size, True)], args.tokenizer, args.end_of_text)
+    counts, at = part_counts(len(packed) // tokenizer.width, args.val_fraction), 0
+    for part, count in counts.items():
+        writer = ShardWriter(staging, part, tokenizer.width, args.shard_tokens)
+        writer.write(packed[at:at + count * tokenizer.width])
+        writer.close()
+        at += count * tokenizer.width
     return counts
 
 

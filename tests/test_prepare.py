@@ -414,6 +414,38 @@ def test_merges(folder):
         prefixing = vocabulary.open_tokenizer_json("x", vocabulary.read_json(path), None)
         check(not prefixing.splits, "each piece would get a prefix blank")
 
+    with test("merges: one text that may be cut nowhere is encoded whole, and its tokens are parted"):
+        text = write(os.path.join(folder, "uncut"), "".join(f"word{i} " for i in range(500)))
+        calls = []
+
+        def encode(string):
+            calls.append(string)
+            return [len(word) for word in string.split()]
+
+        out = os.path.join(folder, "uncut_out")
+        with setting(open_tokenizer=lambda *_: vocabulary.Tokenizer("words", [b"?"] * 300, 299, encode, splits=False)):
+            status, said = call("--text", text, "--out", out, "--workers", 1, "--shard-tokens", 200)
+        check(status == 0 and len(calls) == 1, status, said, f"encoded in {len(calls)} pieces")
+        parts = {part: sum(read_part(out, part), []) for part in ("train", "val")}
+        check(len(parts["val"]) == 50, f"{len(parts['val'])} validation tokens, expected a tenth of 501")
+        expected = [len(f"word{i}") for i in range(500)] + [299]
+        check(parts["train"] + parts["val"] == expected, "the parts are not the tokens of the text")
+
+    with test("merges: a word-level tokenizer.json, of which no safe cut is known, takes a single text"):
+        if "tokenizers" not in libraries:
+            skip("tokenizers is not installed")
+        import tokenizers
+        built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"red": 0, "blue": 1, "[UNK]": 2, "[EOS]": 3}, "[UNK]"))
+        built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        path, out = os.path.join(folder, "words.json"), os.path.join(folder, "words_out")
+        built.save(path)
+        vocabulary.open_tokenizer.cache_clear()
+        status, said = call("--text", write(os.path.join(folder, "colours"), "red blue green " * 100), "--out", out,
+                            "--tokenizer", path)
+        check(status == 0, status, said)
+        tokens = sum(read_part(out, "train") + read_part(out, "val"), [])
+        check(tokens == [0, 1, 2] * 100 + [3], tokens[:12])
+
     with test("merges: without a library, one sentence says what to install"):
         stand_in = write_small_gpt2(os.path.join(folder, "small"))
         hidden = {name: sys.modules.get(name) for name in ("tiktoken", "tokenizers")}
