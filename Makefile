@@ -3,6 +3,7 @@
 # Variables: CC=clang  DEBUG=1 (sanitizers, in build/debug)  ARCH=sm_90a (GPU to build for; found out where one is visible)
 #            CUDA=0, BLAS=0, OPENMP=0 (build without)  MARCH=x86-64-v3 (CPU to build for; default: this one)
 #            SIMT=1 (the GPU code for the CPU, under the emulation of tests/simt, in build/simt)
+#            CPPFLAGS, CFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS (come after those found here, and so win)
 
 CC ?= cc
 ifeq ($(origin CC),default)
@@ -35,7 +36,8 @@ WISHES := $(subst /,_,$(subst $() $(),_,$(CC)-$(CXX)-$(NVCC)-$(ARCH)-$(CUDA)-$(B
 CONFIG := $(BUILD)/config-$(WISHES).mk
 ifeq ($(filter help clean,$(MAKECMDGOALS)),)
 ifeq ($(wildcard $(CONFIG)),)
-$(shell sh dev/detect.sh $(CONFIG) "$(CC)" "$(NVCC)" "$(ARCH)" "$(CUDA)" "$(BLAS)" "$(OPENMP)" "$(CXX)")
+CANNOT := $(shell sh dev/detect.sh $(CONFIG) "$(CC)" "$(NVCC)" "$(ARCH)" "$(CUDA)" "$(BLAS)" "$(OPENMP)" "$(CXX)")
+$(if $(CANNOT),$(error $(CANNOT)))
 endif
 include $(CONFIG)
 endif
@@ -50,17 +52,19 @@ OPTIMIZE := -O1 $(MARCH_FLAGS) -g -fno-omit-frame-pointer -fsanitize=address,und
 endif
 # The benches are C and take the CUDA runtime's C interface from where nvcc has it.
 CUDA_HOME := $(if $(CUDA_ARCH),$(patsubst %/bin/,%,$(dir $(realpath $(shell command -v $(NVCC))))))
-CPPFLAGS += -I. -D_GNU_SOURCE $(BLAS_FLAGS) $(if $(CUDA_ARCH),-DHAVE_CUDA -isystem $(CUDA_HOME)/include) \
-            $(if $(filter-out 0,$(SIMT)),-DHAVE_CUDA -DSIMT_EMULATION)
-CFLAGS += -std=gnu11 $(OPTIMIZE) $(WARNINGS) $(OPENMP_FLAGS) -fPIC -pthread
-LDLIBS += $(BLAS_LIBS) -lm -ldl -lpthread
-LDFLAGS += $(OPENMP_FLAGS) $(if $(filter-out 0,$(DEBUG)),-fsanitize=address -fsanitize=undefined) -rdynamic
+override CPPFLAGS := -I. -D_GNU_SOURCE $(BLAS_FLAGS) $(if $(CUDA_ARCH),-DHAVE_CUDA -isystem $(CUDA_HOME)/include) \
+                     $(if $(filter-out 0,$(SIMT)),-DHAVE_CUDA -DSIMT_EMULATION) $(CPPFLAGS)
+override CFLAGS := -std=gnu11 $(OPTIMIZE) $(WARNINGS) $(OPENMP_FLAGS) -fPIC -pthread $(CFLAGS)
+override LDFLAGS := $(OPENMP_FLAGS) $(if $(filter-out 0,$(DEBUG)),-fsanitize=address -fsanitize=undefined) -rdynamic \
+                    $(LDFLAGS)
+override LDLIBS := $(BLAS_LIBS) $(if $(CUDA_ARCH),-lcublas -lcublasLt) -lm -ldl -lpthread $(LDLIBS)
 
 # Machine code for one architecture: sm_90a is not sm_90, and code made for another would be compiled at every start.
-GENCODE = -gencode arch=$(CUDA_ARCH:sm_%=compute_%),code=$(CUDA_ARCH)
-NVCCFLAGS += -std=c++17 -O3 -lineinfo $(GENCODE) -I. -DHAVE_CUDA -DCUDA_ARCH_NAME='"$(CUDA_ARCH)"' -D_GNU_SOURCE $(BLAS_FLAGS) \
-             -Xcompiler "$(subst $() $(),$(comma),-Wall -Wextra -fPIC $(OPENMP_FLAGS))" -Werror=all-warnings
+GENCODE := -gencode arch=$(CUDA_ARCH:sm_%=compute_%),code=$(CUDA_ARCH)
 comma := ,
+override NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. -DHAVE_CUDA -DCUDA_ARCH_NAME='"$(CUDA_ARCH)"' -D_GNU_SOURCE \
+                      $(BLAS_FLAGS) -Xcompiler "$(subst $() $(),$(comma),$(strip -Wall -Wextra -fPIC $(OPENMP_FLAGS)))" \
+                      -Werror=all-warnings $(NVCCFLAGS)
 
 C_SOURCES := $(wildcard attention/*.c layers/*.c data/*.c trainer/*.c)
 C_OBJECTS := $(C_SOURCES:%=$(BUILD)/%.o)
@@ -69,7 +73,6 @@ OBJECTS := $(C_OBJECTS)
 ifneq ($(CUDA_ARCH),)
 OBJECTS += $(patsubst %,$(BUILD)/%.o,$(wildcard attention/*.cu layers/*.cu))
 LINK = $(NVCC) $(GENCODE) -Xcompiler "$(subst $() $(),$(comma),$(strip $(LDFLAGS)))"
-LDLIBS += -lcublas -lcublasLt
 else ifneq ($(SIMT),0)
 OBJECTS += $(patsubst %,$(BUILD)/%.o,$(wildcard attention/*.cu layers/*.cu)) $(SIMT_OBJECTS)
 LINK = $(or $(SIMT_CXX),$(error SIMT=1 needs a C++17 compiler with sanitizers, and '$(CXX)' is none)) $(LDFLAGS)
@@ -115,7 +118,8 @@ SECONDS_TO_FUZZ ?= 60
 bench: all $(BENCHES) $(KERNELS)  ## measure speed and memory; tables on stdout and in dev/results
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) $(PYTHON) dev/bench.py $(BENCHES)
 
-kernels: $(KERNELS)  ## build every standalone attention kernel of dev/attention as a .so in build/attention
+KERNEL_TOOLS := $(BUILD)/tests/test_attention $(BUILD)/dev/bench_attention
+kernels: $(KERNELS) $(KERNEL_TOOLS)  ## build the kernels of dev/attention as build/attention/*.so, their checker and bench
 
 libattention: $(LIBATTENTION)  ## build the attention kernels as a library for PyTorch (dev/torch_attention.py)
 

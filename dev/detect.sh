@@ -1,6 +1,7 @@
 #!/bin/sh
 # Finds out what this machine can build with and writes it as Makefile variables to the file $1. Each finding that changes
-# the build is one FOUND line, which the Makefile prints once.
+# the build is one line that make prints. Where nothing can be built, it prints the reason and leaves no file: the next make
+# asks again.
 #   sh dev/detect.sh OUT CC NVCC ARCH CUDA BLAS OPENMP CXX      (empty: find out; 0: without)
 out=$1 cc=$2 nvcc=$3 arch=$4 cuda=$5 blas=$6 openmp=$7 cxx=$8
 dir=$(dirname "$out") && mkdir -p "$dir" || exit 1
@@ -14,7 +15,7 @@ say() { found="$found\$(info $1)
 links() { printf '%s\n' "$1" > "$try.c"; shift; $cc "$try.c" -o "$try" "$@" > /dev/null 2>&1 && "$try" > /dev/null 2>&1; }
 
 if ! links 'int main(void) { return 0; }'; then
-    echo "\$(error the C compiler '$cc' cannot build and run a program; install one, or say make CC=...)" > "$out"; exit 0
+    echo "the C compiler '$cc' cannot build and run a program; install one, or say make CC=..."; exit 1
 fi
 
 march=
@@ -34,7 +35,8 @@ int main(void) { float a = 2, b = 3, c = 1;
   cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 1, 1, 1, 1, &a, 1, &b, 1, 1, &c, 1); return c != 7; }' $libs
         then blas_libs=$libs blas_flags=-DHAVE_CBLAS; say "BLAS: $libs"; break; fi
     done
-    [ -n "$blas_libs" ] || say "BLAS: none found, own matrix products on the CPU (Debian: libopenblas-dev is faster)"
+    [ -n "$blas_libs" ] ||
+        say "BLAS: none found, own matrix products on the CPU (Debian: libopenblas-dev is faster; make clean, then make)"
 fi
 
 # The tests of CUDA kernels on the CPU need C++17 and the sanitizers; nothing else here is C++.
@@ -50,7 +52,7 @@ elif [ "$cuda" = emulated ]; then say "CUDA: emulated on the CPU (tests/simt): r
 elif ! nvcc_path=$(command -v "$nvcc"); then
     nvcc_path=
     if [ -n "$arch" ]; then
-        echo "\$(error ARCH=$arch needs nvcc, and '$nvcc' is not on the PATH; say make ARCH=$arch NVCC=/path/to/nvcc)" > "$out"; exit 0
+        echo "ARCH=$arch needs nvcc, and '$nvcc' is not on the PATH; say make ARCH=$arch NVCC=/path/to/nvcc"; exit 1
     fi
     say "CUDA: no nvcc on the PATH, CPU only"
 elif [ -z "$arch" ]; then
