@@ -6,18 +6,9 @@
  */
 #include "layers/cuda.h"
 
-/* exp(x - base), 1 at x = base exactly, within 3 units in the last place where it matters: the difference first, then one instruction. The
- * library's expf would make this kernel bound by arithmetic, at less than half its speed. */
-__device__ __forceinline__ float exp_from(float x, float base) { return exp2f((x - base) * 1.4426950408889634f); }
-
-/* Joins (max, sum of exp(x - max)) of two sets of logits. An empty set is (-inf, 0). */
-__device__ __forceinline__ void join(float &max_a, float &sum_a, float max_b, float sum_b)
-{
-    float most = fmaxf(max_a, max_b);
-    float base = most == -INFINITY ? 0.0f : most; /* both empty, or all logits -inf */
-    sum_a = sum_a * exp_from(max_a, base) + sum_b * exp_from(max_b, base);
-    max_a = most;
-}
+/* exp(x - base), 1 at x = base exactly, within 3 units in the last place where it matters: the difference first, then two instructions.
+ * The library's expf would make this kernel bound by arithmetic, at less than half its speed. */
+__device__ __forceinline__ float exp_from(float x, float base) { return __expf(x - base); }
 
 template <typename Real, int WIDTH>
 __global__ void __launch_bounds__(1024)
@@ -29,16 +20,19 @@ loss_kernel(float *losses, Real *logits, const int32_t *targets, float dscale, i
     int32_t target = targets[row];
     float most = -INFINITY, sum = 0;
     for (int64_t v = (int64_t)threadIdx.x * WIDTH; v < V; v += (int64_t)blockDim.x * WIDTH) {
-        float part[WIDTH], largest = -INFINITY, exps = 0;
+        float part[WIDTH], largest = most, exps = 0;
         pack_load<Real, WIDTH>(part, x + v);
+        if (v + WIDTH > V) /* the last pack of the row: what lies beyond V counts nothing */
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++)
-            if (v + i < V) largest = fmaxf(largest, part[i]);
+            for (int i = 0; i < WIDTH; i++)
+                if (v + i >= V) part[i] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++) largest = fmaxf(largest, part[i]);
         float base = largest == -INFINITY ? 0.0f : largest;
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++)
-            if (v + i < V) exps += exp_from(part[i], base);
-        join(most, sum, largest, exps);
+        for (int i = 0; i < WIDTH; i++) exps += exp_from(part[i], base);
+        sum = sum * exp_from(most, base) + exps;
+        most = largest;
     }
     float row_most = block_max(most, room);
     float base = row_most == -INFINITY ? 0.0f : row_most;
@@ -47,14 +41,20 @@ loss_kernel(float *losses, Real *logits, const int32_t *targets, float dscale, i
     if (dscale == 0) return;
     __syncthreads(); /* the loss has read its logit before the row is overwritten */
     float scale = target < 0 ? 0.0f : dscale, inverse = 1.0f / row_sum;
+    float factor = scale * inverse;
     for (int64_t v = (int64_t)threadIdx.x * WIDTH; v < Vp; v += (int64_t)blockDim.x * WIDTH) {
         float part[WIDTH];
         pack_load<Real, WIDTH>(part, x + v);
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++) {
-            float p = exp_from(part[i], base) * inverse - (v + i == target ? 1.0f : 0.0f);
-            part[i] = v + i < V && target >= 0 ? scale * p : 0.0f;
-        }
+        for (int i = 0; i < WIDTH; i++) part[i] = factor * exp_from(part[i], base);
+        if (target >= v && target < v + WIDTH)
+#pragma unroll
+            for (int i = 0; i < WIDTH; i++)
+                if (v + i == target) part[i] -= scale;
+        if (v + WIDTH > V || target < 0)
+#pragma unroll
+            for (int i = 0; i < WIDTH; i++)
+                if (v + i >= V || target < 0) part[i] = 0;
         pack_store<Real, WIDTH>(x + v, part);
     }
 }
