@@ -18,6 +18,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import time
 
@@ -69,13 +70,14 @@ OPTIONS = [
     ("print-every", 10, "print a line every N updates (log.jsonl gets every one); 0: never"),
     ("device", "auto", "auto, cpu, cuda or cuda:N"),
     ("dtype", "fp32", "fp32, or bf16 for autocast"),
-    ("attention", "materialised", "materialised, or sdpa: scaled_dot_product_attention (PyTorch 2)"),
+    ("attention", "materialised", "materialised (also for a kernel of train_gpt), or sdpa: scaled_dot_product_attention "
+     "(PyTorch 2)"),
     ("seed", 1337, "of initial weights and of the order of the data"),
 ]
 # Options of train_gpt that change nothing of what is compared: taken, so that one command line serves both, and not used.
-UNUSED = ("save-every", "keep", "sample-every", "sample-tokens", "prompt", "temperature", "top-k", "recompute")
-CHOICES = {"schedule": ("cosine", "linear", "constant", "wsd"), "dtype": ("fp32", "bf16"),
-           "attention": ("materialised", "sdpa")}
+UNUSED = ("save-every", "keep", "sample-every", "sample-tokens", "prompt", "temperature", "top-k", "recompute", "stop")
+UNUSED_FLAGS = ("no-graph", "deterministic")
+CHOICES = {"schedule": ("cosine", "linear", "constant", "wsd"), "dtype": ("fp32", "bf16")}
 # What a run was called and where it ran is not taken over from its config.json.
 NOT_FROM_CONFIG = ("out", "device", "attention")
 
@@ -88,6 +90,9 @@ def build_parser():
         parser.add_argument("--" + name, type=type(default), metavar="X", help=text + shown)
     for name in UNUSED:
         parser.add_argument("--" + name, metavar="X", help="as in train_gpt; not used here")
+    for name in UNUSED_FLAGS:
+        parser.add_argument("--" + name, action="store_true", help="as in train_gpt; not used here")
+    parser.add_argument("--resume", action="store_true", help="refused: a checkpoint can only be started from, with --init")
     parser.add_argument("--config", metavar="FILE", help="config.json of a run of train_gpt: its options are the defaults")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model (PyTorch 2)")
     parser.add_argument("--tf32", action="store_true", help="allow TF32 products in fp32 mode")
@@ -130,14 +135,19 @@ def config_options(path):
 def parse_options(arguments):
     """The options, and which of them the command line gave."""
     given = vars(build_parser().parse_args(arguments))
-    for name in UNUSED:
+    for name in UNUSED + UNUSED_FLAGS:
         given.pop(key_of(name), None)
+    if given.pop("resume", False):
+        raise Fault("--resume: runs of this program cannot be resumed; start one from a checkpoint with --init DIR")
     values = {key_of(name): default for name, default, _ in OPTIONS}
     values.update(compile=False, tf32=False, save=False)
     if "config" in given:
         values.update(config_options(given.pop("config")))
     values.update(given)
     check_options(values)
+    if values["attention"] not in ("materialised", "sdpa"):
+        print(f"--attention {values['attention']} is one of train_gpt's kernels; here attention is materialised")
+        values["attention"] = "materialised"
     return argparse.Namespace(**values), given
 
 
@@ -151,12 +161,20 @@ def check_options(values):
         least = {"batch": 1, "seq": 1, "eval-tokens": 1, "lr-final": -1}.get(name, 0)
         if not least <= value < (1 if name in ("beta1", "beta2") else math.inf):
             raise Fault(f"--{name}: got {value}, expected " + ("0 to below 1" if "beta" in name else f"at least {least}"))
+    check_device(values["device"])
     if values["save"] and not values["out"]:
         raise Fault("--save needs --out DIR")
     if values["attention"] == "sdpa" and not hasattr(F, "scaled_dot_product_attention"):
         raise Fault(f"--attention sdpa needs PyTorch 2, this is {torch.__version__}")
     if values["compile"] and not hasattr(torch, "compile"):
         raise Fault(f"--compile needs PyTorch 2, this is {torch.__version__}")
+
+
+def check_device(name):
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise Fault(f"--device: got '{name}', expected auto, cpu, cuda or cuda:N")
+    if name.startswith("cuda") and int(name[5:] or 0) >= torch.cuda.device_count():
+        raise Fault(f"--device {name}: PyTorch {torch.__version__} sees {torch.cuda.device_count()} GPUs here")
 
 
 def tokenizer_vocab(path):
@@ -179,7 +197,7 @@ def resolve_options(options, given):
             options.vocab = options.vocab or found
             if options.vocab < found:
                 raise Fault(f"--vocab {options.vocab} is smaller than the tokenizer's vocabulary of {found}")
-    if options.init != "random" and os.path.isdir(options.init):
+    if options.init != "random":
         resolve_from_checkpoint(options, given)
     resolve_from_model(options)
     options.vocab = options.vocab or 50257
@@ -204,7 +222,9 @@ def resolve_options(options, given):
 
 
 def resolve_from_checkpoint(options, given):
-    path = os.path.join(options.init, "config.json")
+    """The shape that the config.json of a checkpoint directory says, or the one beside a .safetensors file."""
+    folder = options.init if os.path.isdir(options.init) else os.path.dirname(options.init)
+    path = os.path.join(folder, "config.json")
     config = read_json(path)
     for key, name in (("n_layer", "layers"), ("n_head", "heads"), ("n_embd", "dim"), ("n_positions", "context"),
                       ("vocab_size", "vocab")):

@@ -65,7 +65,7 @@ def call_twin(*options):
     """Exit status and error output of dev/reference.py, run in this process: to import PyTorch anew takes seconds."""
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-        status = reference.main([*map(str, options), "--device", "cpu"])
+        status = reference.main(["--device", "cpu", *map(str, options)])
     return status, errors.getvalue()
 
 
@@ -134,6 +134,10 @@ def test_start():
         again = reference.read_safetensors(os.path.join(back, "model.safetensors"))
         check(all(torch.equal(again[name], right[name]) for name in right), "a tensor changed")
         data = write_corpus(path("seed_data"))
+        file = ["--init", os.path.join(twin, "model.safetensors"), "--steps", 0]
+        alone = os.path.join(run_twin("seed_file", *file), "step_00000000", "model.safetensors")
+        again = reference.read_safetensors(alone)
+        check(all(torch.equal(again[name], right[name]) for name in right), "the file alone has other tensors")
         options = ["--init", twin, "--train", data + "/train_*.bin", "--val", data + "/val_*.bin", "--seq", 16,
                    "--steps", 20, "--warmup", 0, "--lr", 3e-3]
         check_equal(run_trainer("from_twin_c", *options), run_twin("from_twin_torch", *options), 20)
@@ -220,9 +224,10 @@ def test_faults():
     data = write_corpus(path("fault_data"))
     write_shard(path("fault_token.bin"), [1, 2, 3, 200] * 20)
     write_shard(path("fault_count.bin"), [1] * 100, count=99)
-    with open(path("fault_header.safetensors"), "wb") as file:
-        file.write((10 ** 9).to_bytes(8, "little") + b"{}")
     used = run_twin("used", *SMALL, "--data", data, "--steps", 1)
+    broken = os.path.join(run_twin("fault_init", *SMALL, "--vocab", 97, "--steps", 0), "step_00000000", "model.safetensors")
+    with open(broken, "wb") as file:
+        file.write((10 ** 9).to_bytes(8, "little") + b"{}")
     good = [*SMALL, "--train", data + "/train_*.bin", "--vocab", 97, "--eval-every", 0, "--out", path("fault")]
     for options, *words in (
             (["--batch-tokens", 100], "100", "--batch 4 times --seq 16"), (["--lr", -1], "--lr", "-1"),
@@ -233,7 +238,9 @@ def test_faults():
             (["--train", "nowhere*"], "no file", "nowhere*"), (["--config", "nowhere"], "nowhere", "No such file"),
             (["--train", path("fault_token.bin")], "fault_token.bin", "token 200 at position 3", "97"),
             (["--train", path("fault_count.bin")], "fault_count.bin", "99", "100"),
-            (["--init", path("fault_header.safetensors")], "fault_header", "1000000000"),
+            (["--init", broken], "model.safetensors", "1000000000"), (["--init", data], "config.json", "No such file"),
+            (["--device", "foo"], "--device", "foo", "cuda:N"), (["--device", "cuda:99"], "cuda:99", "GPUs"),
+            (["--resume"], "--resume", "--init"),
             (["--out", used], "already holds a run", used)):
         with test("a fault is one sentence: " + " ".join(map(str, options)).replace(FOLDER.name + "/", "")):
             status, errors = call_twin(*good, *options)
@@ -241,6 +248,17 @@ def test_faults():
             check(all(word in errors for word in words), f"got {errors!r}, expected {words}")
             check(errors.count("\n") == 1, "more than a sentence:", errors)
             check(not os.path.exists(path("fault")), "the folder of the run was made all the same")
+
+
+def test_options_of_trainer():
+    with test("options of the trainer that change nothing here are taken, a kernel's name as well"):
+        data = write_corpus(path("foreign_data"))
+        plain = [*SMALL, "--data", data, "--steps", 3, "--warmup", 0, "--eval-every", 0]
+        expected = read_log(run_twin("foreign_plain", *plain))
+        for kernel in ("tiled", "reference", "flash_simt", "auto", "build/attention/online.so"):
+            run = run_twin("foreign_" + os.path.basename(kernel), *plain, "--attention", kernel, "--no-graph",
+                           "--deterministic", "--stop", 2)
+            check([line["loss"] for line in read_log(run)] == [line["loss"] for line in expected], f"{kernel}: other losses")
 
 
 def test_fixture():
@@ -254,6 +272,7 @@ def test_fixture():
 test_order()
 test_bf16()
 test_faults()
+test_options_of_trainer()
 test_fixture()
 if os.path.exists(TRAIN):
     test_start()
