@@ -6,7 +6,8 @@
 A RUN is a folder with log.jsonl, or such a file, of train_gpt or dev/reference.py. Every run is compared with the first: for
 loss, val_loss and grad_norm it prints how many steps both have, the largest absolute difference (and at which step), and
 the mean. --png draws the curves of --key and the differences below them, where matplotlib is installed. Exits 1 when a
-difference in --key is above --max-difference, or two runs have no step of it in common; 2 when an input cannot be read.
+difference in --key is above --max-difference, or two runs have no step of it in common; 2 when an input cannot be read. A
+last line that a killed run did not finish is left out.
 
 The standard library alone computes the numbers.
 """
@@ -45,6 +46,9 @@ class Run:
         try:
             record = json.loads(line, parse_int=float)
         except (ValueError, RecursionError) as fault:
+            if not line.endswith("\n"):
+                print(f"compare.py: {self.path}:{number}: the last line is cut off, and left out", file=sys.stderr)
+                return
             raise Fault(f"{self.path}:{number}: not JSON: {fault}") from None
         if not isinstance(record, dict):
             raise Fault(f"{self.path}:{number}: is {type(record).__name__}, expected an object")

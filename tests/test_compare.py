@@ -99,7 +99,7 @@ def test_limits():
 
 def test_bad_input():
     a = write_run("a", {1: 4.0})
-    for name, extra, words in (("cut", '{"step": 2, "lo', ":2: not JSON"), ("list", "[1, 2]\n", ":2: is list"),
+    for name, extra, words in (("cut", '{"step": 2, "lo\n', ":2: not JSON"), ("list", "[1, 2]\n", ":2: is list"),
                                ("stepless", '{"loss": 1}\n', ":2: step is null"), ("half", '{"step": 1.5}\n', "1.5"),
                                ("flag", '{"step": 2, "loss": true}\n', ":2: loss is true"),
                                ("deep", "[" * 100000 + "\n", ":2: not JSON"),
@@ -110,6 +110,11 @@ def test_bad_input():
             check(status == 2, "status", status, errors[-300:])
             check("log.jsonl" + words in errors or ("log.jsonl:2" in errors and words in errors), errors[-300:])
             check("Traceback" not in errors, errors[-300:])
+    with test("a last line that is cut off is left out, with a note"):
+        status, output, errors = compare(a, write_run("killed", {1: 4.0}, extra='{"step": 2, "loss": 3.'))
+        check(status == 0, "status", status, errors)
+        check("log.jsonl:2: " in errors and "cut off" in errors and errors.count("\n") == 1, errors)
+        check_row(output, "killed", "loss", ["1", "0.000e+00", "1", "0.000e+00"])
     with test("a missing run, an empty one and an unknown key are sentences"):
         empty = write_run("empty", {})
         for arguments, words in (((path("nowhere"), a), "No such file"), ((a, empty), "no step"),
