@@ -4,11 +4,13 @@
     python3 dev/bench.py [BENCH_PROGRAM ...]
     python3 dev/bench.py --readme        writes the tables of README.md anew from dev/results, and measures nothing
 
-For each configuration below it trains a few steps on random tokens and reports the median time of a step, tokens a second, and
-the peak resident memory beside the plan that the trainer printed. Where PyTorch is importable the same steps run through
-dev/reference.py in the same session, and the ratio is given. data/prepare.py is timed on a text made here. Results go to stdout and
-to dev/results/<machine>/trainer.csv, with commit, compiler and date. Environment: TRAIN, the binary (default ./train_gpt).
+For each configuration in CONFIGURATIONS it trains a few steps on random tokens and reports the median time of a step, tokens
+a second, and the peak resident memory beside the plan that the trainer printed. Where PyTorch is importable the same steps
+run through dev/reference.py in the same session, and the ratio is given. data/prepare.py is timed on a text made here.
+Results go to stdout and to dev/results/<machine>/trainer.csv, with commit and date. Environment: TRAIN, the binary (default
+./train_gpt).
 """
+import argparse
 import array
 import csv
 import datetime
@@ -116,8 +118,8 @@ def bench_trainer(folder, rows):
                "planned MiB": round(planned_bytes(output) / 2**20, 1), "peak MiB": round(peak / 2**20, 1)}
         if python and twin_steps:
             twin = tempfile.mkdtemp(dir=folder)
-            run_measured([python, os.path.join(ROOT, "dev", "reference.py"), *common, "--device", "cpu", "--steps", str(twin_steps),
-                          "--out", twin])
+            run_measured([python, os.path.join(ROOT, "dev", "reference.py"), *common, "--device", "cpu",
+                          "--steps", str(twin_steps), "--out", twin])
             row["PyTorch ms"] = round(statistics.median(step_times(twin)), 2)
             row["times faster"] = round(row["PyTorch ms"] / row["ms"], 2)
         rows.append(row)
@@ -135,8 +137,8 @@ def bench_prepare(folder, rows):
             file.write(block)
     megabytes = os.path.getsize(text) / 1e6
     cores = len(os.sched_getaffinity(0))
-    _, seconds, peak = run_measured([sys.executable, os.path.join(ROOT, "data", "prepare.py"), "--text", text, "--tokenizer", "bytes",
-                                     "--out", os.path.join(folder, "prepared")])
+    _, seconds, peak = run_measured([sys.executable, os.path.join(ROOT, "data", "prepare.py"), "--text", text,
+                                     "--tokenizer", "bytes", "--out", os.path.join(folder, "prepared")])
     row = {"what": f"prepare.py, bytes, {megabytes:.0f} MB on {cores} cores", "ms": round(1e3 * seconds, 1),
            "MB/s a core": round(megabytes / seconds / cores), "peak MiB": round(peak / 2**20, 1)}
     rows.append(row)
@@ -163,7 +165,8 @@ def attention_table(machine, rows):
     for row in rows:
         shape = f"B{row['B']} NH{row['NH']} T{row['T']} HS{row['HS']} {row['dtype']}"
         rates = [float(row[f"{way}_gflops"]) / (1 if unit == 1e3 else 1e3) for way in ("forward", "backward")]
-        cells.setdefault(shape, {})[row["kernel"]] = " / ".join(f"{rate:.3g}" if rate < 100 else f"{rate:.0f}" for rate in rates)
+        texts = [f"{rate:.3g}" if rate < 100 else f"{rate:.0f}" for rate in rates]
+        cells.setdefault(shape, {})[row["kernel"]] = " / ".join(texts)
     for shape, found in cells.items():
         lines.append(f"| {shape} | " + " | ".join(found.get(kernel, "") for kernel in kernels) + " |")
     return lines
@@ -194,10 +197,14 @@ def write_readme():
 
 
 def main():
-    if sys.argv[1:] == ["--readme"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", metavar="BENCH_PROGRAM", help="run first, from the repository's root")
+    parser.add_argument("--readme", action="store_true", help="write the tables of README.md, and measure nothing")
+    options = parser.parse_args()
+    if options.readme:
         write_readme()
         return
-    for program in sys.argv[1:]:
+    for program in options.programs:
         print(f"== {os.path.basename(program)}", flush=True)
         if subprocess.run([program], cwd=ROOT).returncode:
             sys.exit(f"{program} failed")
