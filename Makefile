@@ -105,8 +105,14 @@ test: all $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)  ## build and run ev
 test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: under sanitizers)
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS)
 
-test-simt: $(SIMT_TESTS)  ## the CUDA kernels on the CPU, under the emulation of tests/simt
-	@$(PYTHON) tests/run.py $(SIMT_TESTS)
+# Kernels file by file, then all of the GPU's backend: the ordinary tests and the trainer, built with SIMT=1.
+EMULATED := $(BUILD)/simt
+EMULATED_TESTS := $(if $(SIMT_CXX),$(patsubst %,$(EMULATED)/tests/%,test_cuda_layers test_cuda_gpt test_attention))
+test-simt: $(SIMT_TESTS)  ## the GPU code on the CPU, under the emulation of tests/simt and sanitizers
+	$(if $(EMULATED_TESTS),@$(MAKE) --no-print-directory SIMT=1 DEBUG=1 VARIANT=$(EMULATED:build/%=%) \
+	    $(EMULATED)/train_gpt $(EMULATED_TESTS))
+	@BUILD=$(EMULATED) TRAIN=$(EMULATED)/train_gpt CC="$(CC)" FLASHGPT_SANITIZE=1 \
+	    $(PYTHON) tests/run.py $(SIMT_TESTS) $(EMULATED_TESTS) $(if $(EMULATED_TESTS),tests/test_cuda_train.py)
 
 tests: $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)
 
