@@ -98,7 +98,7 @@ all: $(TRAIN)  ## build train_gpt (the default)
 run: all  ## prepare a corpus offline and train on it for about a minute: make run [TEXT=FILE]
 	@$(PYTHON) dev/run.py --train ./$(TRAIN) $(if $(TEXT),--text "$(TEXT)")
 
-test: all $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)  ## build and run every test that this machine can run; on a GPU, tests/gpu_report.txt
+test: all $(TESTS) $(SIMT_TESTS) kernels $(LIBATTENTION)  ## build and run every test that this machine can run; on a GPU, tests/gpu_report.txt
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(if $(CUDA_ARCH),--gpu-report tests/gpu_report.txt) \
 	    $(TESTS) $(SIMT_TESTS) $(wildcard tests/test_*.py)
 
@@ -114,7 +114,7 @@ test-simt: $(SIMT_TESTS)  ## the GPU code on the CPU, under the emulation of tes
 	@BUILD=$(EMULATED) TRAIN=$(EMULATED)/train_gpt CC="$(CC)" FLASHGPT_SANITIZE=1 \
 	    $(PYTHON) tests/run.py $(SIMT_TESTS) $(EMULATED_TESTS) $(if $(EMULATED_TESTS),tests/test_cuda_train.py)
 
-tests: $(TESTS) $(SIMT_TESTS) $(KERNELS) $(LIBATTENTION)
+tests: $(TESTS) $(SIMT_TESTS) kernels $(LIBATTENTION)
 
 fuzz:  ## feed damaged files to every reader, under sanitizers: make fuzz [SECONDS_TO_FUZZ=60]
 	@$(MAKE) --no-print-directory DEBUG=1 build/debug/tests/fuzz_readers

@@ -158,13 +158,13 @@ def read_rows(path):
 def attention_table(machine, rows):
     """Forward / backward rates of every kernel, a line a shape."""
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    unit = 1e3 if machine.startswith("cpu") else 1.0
-    lines = [f"{machine}, {'GFLOP/s' if unit == 1e3 else 'TFLOP/s'} forward / backward:", "",
+    unit = "gflops" if machine.startswith("cpu") else "tflops"
+    lines = [f"{machine}, {unit[0].upper()}FLOP/s forward / backward:", "",
              "| shape | " + " | ".join(f"`{kernel}`" for kernel in kernels) + " |", "|---|" + "---|" * len(kernels)]
     cells = {}
     for row in rows:
         shape = f"B{row['B']} NH{row['NH']} T{row['T']} HS{row['HS']} {row['dtype']}"
-        rates = [float(row[f"{way}_gflops"]) / (1 if unit == 1e3 else 1e3) for way in ("forward", "backward")]
+        rates = [float(row[f"{way}_{unit}"]) for way in ("forward", "backward")]
         texts = [f"{rate:.3g}" if rate < 100 else f"{rate:.0f}" for rate in rates]
         cells.setdefault(shape, {})[row["kernel"]] = " / ".join(texts)
     for shape, found in cells.items():

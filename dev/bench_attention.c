@@ -1,12 +1,14 @@
 /* bench_attention.c - verifies and times every attention kernel: those of the table, and shared objects.
  *
- *     build/dev/bench_attention [--device cpu|cuda] [--dtype fp32|bf16] [--shape B,NH,T,HS]... [KERNEL.so ...]
+ *     build/dev/bench_attention [--device cpu|cuda] [--dtype fp32|bf16] [--shape B,NH,T,HS]... [--kernel NAME]...
+ *                               [KERNEL.so ...]
  *
  * A kernel is verified on each T and HS (one sequence, two heads at the most; a long one in sampled rows) by the checker
  * of the tests before it is timed there; a wrong one is not timed, and the exit status is 1. Times are medians over runs on
  * random data in the packed layout of the trainer, the caches flushed before each; on a GPU events on the stream take them.
  * Operations are counted as the papers do: forward 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. The table
- * goes to stdout and, with what it was measured on, to dev/results/<machine>/attention.csv.
+ * goes to stdout; that of all kernels on all default shapes also, with what it was measured on, to
+ * dev/results/<machine>/attention.csv. A selection is written only where --out says.
  */
 #include "tests/attention_gpu.h"
 
@@ -35,6 +37,7 @@ static int omp_get_max_threads(void) { return 1; }
 
 #define MAX_SHAPES 64
 #define MAX_KERNELS 64
+#define MAX_NAMES 16
 #define FLUSH_BYTES_CPU ((size_t)96 << 20)
 #define FLUSH_BYTES_GPU ((size_t)256 << 20) /* more than the second-level cache of any GPU so far */
 #define RANDOM_BLOCK ((int64_t)1 << 22)     /* elements after which random data repeats */
@@ -43,7 +46,9 @@ typedef struct Options {
     int64_t shapes[MAX_SHAPES][5]; /* B, NH, T, HS, dtype */
     int shape_count, repeats;
     double limit; /* seconds that forward and backward together may take; below 0: by device */
-    const char *only, *out, *device, *dtype;
+    const char *names[MAX_NAMES]; /* the kernels to measure, name_count of them; 0: all */
+    int name_count, selective;    /* selective: not all kernels, shapes and types */
+    const char *out, *device, *dtype;
 } Options;
 
 typedef struct Timing {
@@ -350,7 +355,8 @@ static void name_folder(char *folder, size_t size, const char *name)
     folder[used] = 0;
 }
 
-/* Opens the CSV: the file asked for, or the one of this machine. Without a dev/results to write to there is none. */
+/* Opens the CSV: the file asked for, or the one of this machine, which a selection would spoil. Without a dev/results to
+ * write to there is none. */
 static void open_csv(Bench *bench, const Options *options)
 {
     char path[512], folder[400], name[256];
@@ -362,6 +368,7 @@ static void open_csv(Bench *bench, const Options *options)
     strftime(bench->date, sizeof bench->date, "%Y-%m-%d", gmtime(&seconds));
     snprintf(folder, sizeof folder, "dev/results/%s", name);
     snprintf(path, sizeof path, "%s/attention.csv", folder);
+    if (!options->out && options->selective) return;
     if (!options->out && ((mkdir("dev/results", 0777) && errno != EEXIST) || (mkdir(folder, 0777) && errno != EEXIST))) {
         fprintf(stderr, "no CSV: cannot make %s here: %s (run it from the repository's root)\n", folder, strerror(errno));
         return;
@@ -427,15 +434,22 @@ static void collect_kernels(Bench *bench, int count, char **paths)
     globfree(&found);
 }
 
-static void keep_only(Bench *bench, const char *name)
+/* Drops the kernels that --kernel does not name. */
+static void keep_named(Bench *bench, const Options *options)
 {
-    int kept = 0;
-    for (int k = 0; k < bench->kernel_count; k++)
-        if (strcmp(bench->kernels[k]->name, name) == 0) bench->kernels[kept++] = bench->kernels[k];
+    int kept = 0, found[MAX_NAMES] = {0};
+    for (int k = 0; k < bench->kernel_count; k++) {
+        int named = 0;
+        for (int n = 0; n < options->name_count; n++)
+            if (strcmp(bench->kernels[k]->name, options->names[n]) == 0) named = found[n] = 1;
+        if (named) bench->kernels[kept++] = bench->kernels[k];
+    }
     bench->kernel_count = kept;
-    if (kept) return;
-    fprintf(stderr, "--kernel %s: no such kernel here\n", name);
-    exit(2);
+    for (int n = 0; n < options->name_count; n++) {
+        if (found[n]) continue;
+        fprintf(stderr, "--kernel %s: no such kernel here\n", options->names[n]);
+        exit(2);
+    }
 }
 
 /* --- options ------------------------------------------------------------------------------------------------------- */
@@ -447,10 +461,10 @@ static void print_help(void)
            "  --device NAME       cpu or cuda (default: cuda where a GPU is visible)\n"
            "  --dtype NAME        fp32 or bf16 (default: what the device has, of the default shapes)\n"
            "  --shape B,NH,T,HS   a shape to measure; may be repeated (default: the trainer's; on a GPU the papers')\n"
-           "  --kernel NAME       this kernel only (default: all of the table and of build/attention)\n"
+           "  --kernel NAME       only this kernel; may be repeated (default: all of the table and of build/attention)\n"
            "  --repeats N         runs behind a median (default 15; fewer where they take more than 1 s together)\n"
            "  --limit SECONDS     leave out kernels that would take longer for one run (default 3, on a GPU 0.6)\n"
-           "  --out FILE          the CSV (default dev/results/<machine>/attention.csv)\n"
+           "  --out FILE          the CSV (default dev/results/<machine>/attention.csv; of a selection: none)\n"
            "  --help              this text\n");
 }
 
@@ -509,13 +523,17 @@ static Options parse_options(int argc, char **argv)
         case 'd': options.device = parse_name("device", optarg, "cpu", "cuda"); break;
         case 't': options.dtype = parse_name("dtype", optarg, "fp32", "bf16"); break;
         case 's': parse_shape(&options, optarg); break;
-        case 'k': options.only = optarg; break;
+        case 'k':
+            if (options.name_count == MAX_NAMES) reject("kernel", optarg, "at most 16 names");
+            options.names[options.name_count++] = optarg;
+            break;
         case 'r': options.repeats = (int)parse_number("repeats", optarg, 1, 10000); break;
         case 'l': options.limit = parse_number("limit", optarg, 0, 1e6); break;
         case 'o': options.out = optarg; break;
         case 'h': print_help(); exit(0);
         default: exit(2);
         }
+    options.selective = options.shape_count || options.name_count || options.dtype || optind < argc;
     return options;
 }
 
@@ -545,7 +563,7 @@ int main(int argc, char **argv)
     open_machine(&bench, options.device);
     complete_options(&options, bench.machine.device);
     collect_kernels(&bench, argc - optind, argv + optind);
-    if (options.only) keep_only(&bench, options.only);
+    if (options.name_count) keep_named(&bench, &options);
     name_machine(&bench);
     open_csv(&bench, &options);
     printf("%s, %s, %s\n", bench.name, bench.runs_with, bench.built_with);
