@@ -119,12 +119,12 @@ static inline void add_scaled_double(double *y, double a, const float *x, int64_
 static inline void truth_row(Problem *problem, int64_t head, int64_t i, double *row)
 {
     int64_t T = problem->shape.T, HS = problem->shape.HS, base = head * T, me = base + i;
-    double scale = problem->shape.scale, *p = row, *dp = row + T, *dp_abs = row + 2 * T;
+    double scale = problem->shape.scale, size = fabs(scale), *p = row, *dp = row + T, *dp_abs = row + 2 * T;
     const float *q = problem->input[INPUT_Q] + me * HS, *dout = problem->input[INPUT_DO] + me * HS;
     double max = -INFINITY, sum = 0, s_abs = 0, D = 0, D_abs = 0, absolute;
     for (int64_t j = 0; j <= i; j++) {
         p[j] = scale * dot_in_double(q, problem->input[INPUT_K] + (base + j) * HS, HS, &absolute);
-        s_abs = larger(s_abs, scale * absolute);
+        s_abs = larger(s_abs, size * absolute);
         if (p[j] > max) max = p[j];
     }
     if (max == -INFINITY) max = 0;
@@ -142,8 +142,8 @@ static inline void truth_row(Problem *problem, int64_t head, int64_t i, double *
     for (int64_t j = 0; j <= i; j++) {
         const float *k = problem->input[INPUT_K] + (base + j) * HS, *v = problem->input[INPUT_V] + (base + j) * HS;
         double k_max = largest_of(k, HS), v_max = largest_of(v, HS), p_error = p[j] * ((1 - p[j]) * s_abs + fabs(lse));
-        double ds = scale * p[j] * (dp[j] - D), ds_size = scale * p[j] * (fabs(dp[j]) + fabs(D));
-        double ds_error = scale * (p_error * (fabs(dp[j]) + fabs(D)) + p[j] * (dp_abs[j] + D_abs));
+        double ds = scale * p[j] * (dp[j] - D), ds_size = size * p[j] * (fabs(dp[j]) + fabs(D));
+        double ds_error = size * (p_error * (fabs(dp[j]) + fabs(D)) + p[j] * (dp_abs[j] + D_abs));
         add_scaled_double(problem->truth[QUANTITY_O] + me * HS, p[j], v, HS);
         add_scaled_double(problem->truth[QUANTITY_DQ] + me * HS, ds, k, HS);
         add_scaled_double(problem->truth[QUANTITY_DK] + (base + j) * HS, ds, q, HS);

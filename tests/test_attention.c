@@ -157,6 +157,22 @@ static void test_logits(Subject *subject, Dtype dtype)
     }
 }
 
+/* A scale below 0 turns the order of the logits around, and nothing else. */
+static void test_negative_scale(Subject *subject, Dtype dtype)
+{
+    TEST("%s: %s, a negative scale", subject->kernel->name, dtype_names[dtype]);
+    AttentionShape shape = shape_of(1, 2, 130, 64, dtype);
+    shape.scale = -shape.scale;
+    Problem problem = problem_create(shape, INPUT_NORMAL, 19);
+    check_layouts(subject, &problem, "negative scale");
+    for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++)
+        for (int64_t row = 0; row < shape.NH * shape.T; row++)
+            CHECK(problem.terms[quantity][row] >= 0 && problem.logits[quantity][row] >= 0,
+                  "quantity %d, row %lld: errors of %g and %g are allowed", quantity, (long long)row,
+                  problem.terms[quantity][row], problem.logits[quantity][row]);
+    problem_free(&problem);
+}
+
 /* A value that is no number, in each input in turn: the truth says where it may arrive. */
 static void test_not_finite(Subject *subject, Dtype dtype)
 {
@@ -647,6 +663,7 @@ static void test_subject(Subject *subject, Dtype dtype)
 {
     int on_gpu = subject->machine->device == ATTENTION_CUDA;
     test_logits(subject, dtype);
+    test_negative_scale(subject, dtype);
     test_not_finite(subject, dtype);
     test_many_heads(subject, dtype);
     test_repeats(subject, dtype);
