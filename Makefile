@@ -84,12 +84,12 @@ TESTS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
 SIMT_TESTS := $(patsubst %.cpp,$(BUILD)/%,$(wildcard tests/simt/test_*.cpp))
 BENCHES := $(patsubst dev/%.c,$(BUILD)/dev/%,$(wildcard dev/bench_*.c))
 KERNELS := $(patsubst dev/attention/%.c,$(BUILD)/attention/%.so,$(wildcard dev/attention/*.c))
-ifneq ($(CUDA_ARCH),)
+ifneq ($(CUDA_ARCH)$(filter-out 0,$(SIMT)),)
 KERNELS += $(patsubst dev/attention/%.cu,$(BUILD)/attention/%.so,$(wildcard dev/attention/*.cu))
 endif
 LIBATTENTION := $(BUILD)/libattention.so
 
-.PHONY: all run test test-c test-simt tests fuzz bench kernels libattention clean help
+.PHONY: all run test test-c test-simt emulated tests fuzz bench kernels libattention clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -106,13 +106,14 @@ test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: unde
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS)
 
 # Kernels file by file, then all of the GPU's backend: the ordinary tests and the trainer, built with SIMT=1.
-EMULATED := $(BUILD)/simt
-EMULATED_TESTS := $(if $(SIMT_CXX),$(patsubst %,$(EMULATED)/tests/%,test_cuda_layers test_cuda_gpt test_attention))
+EMULATED := $(BUILD)/emulated
+EMULATED_TESTS := $(if $(SIMT_CXX),tests/test_cuda_layers tests/test_cuda_gpt tests/test_attention)
+emulated: $(TRAIN) $(KERNELS) $(EMULATED_TESTS:%=$(BUILD)/%)
 test-simt: $(SIMT_TESTS)  ## the GPU code on the CPU, under the emulation of tests/simt and sanitizers
-	$(if $(EMULATED_TESTS),@$(MAKE) --no-print-directory SIMT=1 DEBUG=1 VARIANT=$(EMULATED:build/%=%) \
-	    $(EMULATED)/train_gpt $(EMULATED_TESTS))
+	$(if $(EMULATED_TESTS),@$(MAKE) --no-print-directory SIMT=1 DEBUG=1 VARIANT=$(EMULATED:build/%=%) emulated)
 	@BUILD=$(EMULATED) TRAIN=$(EMULATED)/train_gpt CC="$(CC)" FLASHGPT_SANITIZE=1 \
-	    $(PYTHON) tests/run.py $(SIMT_TESTS) $(EMULATED_TESTS) $(if $(EMULATED_TESTS),tests/test_cuda_train.py)
+	    $(PYTHON) tests/run.py $(SIMT_TESTS) $(EMULATED_TESTS:%=$(EMULATED)/%) \
+	    $(if $(EMULATED_TESTS),tests/test_cuda_train.py)
 
 tests: $(TESTS) $(SIMT_TESTS) kernels $(LIBATTENTION)
 
@@ -198,8 +199,9 @@ $(BUILD)/attention/%.so: dev/attention/%.c $(EXPORTS) $(BUILD)/flags
 
 $(BUILD)/attention/%.so: dev/attention/%.cu $(EXPORTS) $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(if $(CUDA_ARCH),,$(error $@ needs nvcc and a GPU to build for: say make ARCH=sm_90a))
-	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $@.d -shared $< -o $@ -Xlinker --version-script=$(EXPORTS)
+	$(if $(CUDA_ARCH)$(filter-out 0,$(SIMT)),,$(error $@ needs nvcc and a GPU to build for: say make ARCH=sm_90a))
+	$(if $(filter 0,$(SIMT)),$(NVCC) $(NVCCFLAGS) -Xlinker ,$(SIMT_CXX) -x c++ $(SIMT_BACKEND_FLAGS) \
+	    -Wl,)--version-script=$(EXPORTS) -MMD -MP -MF $@.d -shared $< -o $@
 
 $(LIBATTENTION): $(filter $(BUILD)/attention/%,$(OBJECTS)) $(EXPORTS)
 	$(LINK) -shared $(filter %.o,$^) -o $@ $(if $(CUDA_ARCH),-Xlinker ,-Wl,)--version-script=$(EXPORTS) \
