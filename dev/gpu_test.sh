@@ -7,11 +7,15 @@
 # tests: the programs in $BUILD/tests and tests/test_*.py, as `make test` runs them but for the emulation, building nothing.
 # sanitize: memcheck, racecheck and initcheck over the CUDA tests and a few training steps; added to the report. all: both.
 # COMMIT goes into the report where the tree has no git. Environment: BUILD (build), TRAIN (train_gpt), PYTHON (python3),
-# FLASHGPT_TESTS (part of the name of the tests to run; then the report stays as it is), SANITIZER_SECONDS for each run (300).
+# FLASHGPT_TESTS (part of the name of the tests to run; then the report stays as it is), SANITIZER_SECONDS for each run
+# (300).
 # Exit status: 0 all passed, 1 something failed, 2 wrong arguments.
 cd "$(dirname "$0")/.." || exit 1
 what=${1:-all}
-case $what in tests | sanitize | all) ;; *) echo "dev/gpu_test.sh: '$what': expected tests, sanitize or all" >&2; exit 2 ;; esac
+case $what in
+    tests | sanitize | all) ;;
+    *) echo "dev/gpu_test.sh: '$what': expected tests, sanitize or all" >&2; exit 2 ;;
+esac
 [ -z "$2" ] || export FLASHGPT_COMMIT="$2"
 export BUILD="${BUILD:-build}" TRAIN="${TRAIN:-train_gpt}"
 python=${PYTHON:-python3}

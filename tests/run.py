@@ -4,11 +4,11 @@
     python3 tests/run.py [--gpu-report FILE] PROGRAM|SCRIPT.py ...
 
 Each prints lines "ok NAME", "FAIL NAME", "skip NAME: REASON" and closes with "N passed, N failed, N skipped". One that ends
-without that line, or with a status that does not fit it, counts as one failure. Prints the sum as the last line; exits 1 where
-anything failed. FLASHGPT_TESTS=WORD runs those with WORD in their name only.
+without that line, or with a status that does not fit it, counts as one failure. Prints the sum as the last line; exits 1
+where anything failed. FLASHGPT_TESTS=WORD runs those with WORD in their name only.
 
-With --gpu-report, where a GPU is visible and all tests run, FILE gets what they printed, below what they ran on. The commit is
-that of the tree; FLASHGPT_COMMIT names it where there is no git.
+With --gpu-report, where a GPU is visible and all tests run, FILE gets what they printed, below what they ran on. The commit
+is that of the tree; FLASHGPT_COMMIT names it where there is no git.
 """
 import datetime
 import os

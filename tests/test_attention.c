@@ -738,7 +738,8 @@ int main(int argc, char **argv)
         TEST("attention kernels on a GPU");
         SKIP("%s", has_gpu ? "there is none, neither in the table nor in build/attention" : error);
     }
-    if (on_gpu && getenv("FLASHGPT_GPU_ONLY")) count = on_gpu; /* the CPU's kernels were tested elsewhere; GPU time is dear */
+    /* Where GPU time is dear, the CPU's kernels are tested elsewhere. */
+    if (on_gpu && getenv("FLASHGPT_GPU_ONLY")) count = on_gpu;
     test_kernels(subjects, count, on_gpu);
     print_worst(subjects, count);
     if (has_gpu) gpu_close();

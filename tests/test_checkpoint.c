@@ -20,7 +20,8 @@ enum { BUFFERS = 3, COPIES_MOST = 64 };
 static const GptBuffer buffers[BUFFERS] = {GPT_PARAMETERS, GPT_MOMENT1, GPT_MOMENT2};
 static const GptConfig tiny = {.layers = 2, .heads = 2, .channels = 16, .context = 8, .vocab = 37};
 static const CheckpointState plain = {.step = 7, .data_position = 9007199254740993, .seed = UINT64_MAX,
-                                      .validation_loss = 0.1 + 0.2, .seconds = 1e-300, .data_fingerprint = 0xFFFFFFFFFFFFFFFEu};
+                                      .validation_loss = 0.1 + 0.2, .seconds = 1e-300,
+                                      .data_fingerprint = 0xFFFFFFFFFFFFFFFEu};
 
 static char root[] = "/tmp/test_checkpoint_XXXXXX";
 static Stream *stream;

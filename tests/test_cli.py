@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The command line: every bad input gets one sentence that names what was got and what was expected, a non-zero exit status, and
-leaves what was there alone. Good input gets what --help promises."""
+"""The command line: every bad input gets one sentence that names what was got and what was expected, a non-zero exit status,
+and leaves what was there alone. Good input gets what --help promises."""
 import json
 import os
 import resource
@@ -18,7 +18,8 @@ TMP = tempfile.mkdtemp(prefix="flashgpt-cli-")
 DATA = write_corpus(os.path.join(TMP, "data"))
 SMALL = [*TINY, "--data", DATA, "--steps", "2", "--eval-every", "0", "--print-every", "0"]
 
-FREE = ["--seq", "16", "--batch", "4", "--warmup", "0", "--data", DATA, "--steps", "2", "--eval-every", "0"]  # the shape is the checkpoint's
+# Without a shape, which is the checkpoint's.
+FREE = ["--seq", "16", "--batch", "4", "--warmup", "0", "--data", DATA, "--steps", "2", "--eval-every", "0"]
 
 
 def refused(status, words, *options):
@@ -90,9 +91,11 @@ def bad_data():
     shard_case("an empty shard", ["x.bin", "empty"], raw(b""))
     shard_case("a header cut short", ["x.bin", "1024"], raw(header[:500]))
     shard_case("a shard cut short", ["x.bin", "100"], raw(header + b"\1\0" * 99))
-    shard_case("a shard of another version", ["x.bin", "version", "9"], raw(struct.pack("<256i", 20240520, 9, 4, *[0] * 253) + b"\1\0" * 4))
+    shard_case("a shard of another version", ["x.bin", "version", "9"],
+               raw(struct.pack("<256i", 20240520, 9, 4, *[0] * 253) + b"\1\0" * 4))
     shard_case("a shard too short for a window", ["x.bin", "16"], lambda path: write_shard(path, [1] * 10))
-    shard_case("a token beyond the vocabulary", ["x.bin", "29", "97"], lambda path: write_shard(path, [1] * 29 + [97] + [1] * 70))
+    shard_case("a token beyond the vocabulary", ["x.bin", "29", "97"],
+               lambda path: write_shard(path, [1] * 29 + [97] + [1] * 70))
     with test("refuses a glob that matches nothing"):
         refused(1, ["nothing_*.bin"], *TINY, "--train", folder + "/nothing_*.bin", "--eval-every", 0)
     with test("refuses a data directory without shards"):
@@ -127,7 +130,8 @@ def bad_out():
         refused(2, ["--seed", "5", "1337"], "--out", run, "--resume", "--seed", 5)
     with test("a run that is in use is refused"):
         busy = os.path.join(TMP, "busy")
-        process = subprocess.Popen([TRAIN, *SMALL, "--steps", "1000000", "--print-every", "1", "--out", busy], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+        process = subprocess.Popen([TRAIN, *SMALL, "--steps", "1000000", "--print-every", "1", "--out", busy],
+                                   stdout=subprocess.PIPE, cwd=ROOT, text=True)
         while "step" not in process.stdout.readline():
             pass
         refused(2, [busy, "in use"], "--out", busy, "--resume")
@@ -169,11 +173,14 @@ def bad_checkpoints():
     with test("the checkpoint to damage is there"):
         check(status == 0 and os.path.isdir(good), err)
     damaged("a checkpoint cut short", ["model.safetensors"], header(lambda data: data[:-100]))
-    damaged("a header length beyond the file", ["model.safetensors"], header(lambda data: struct.pack("<Q", 2**60) + data[8:]))
+    damaged("a header length beyond the file", ["model.safetensors"],
+            header(lambda data: struct.pack("<Q", 2**60) + data[8:]))
     damaged("a header that is no JSON", ["model.safetensors"], header(lambda data: with_header(data, b"{oops}")))
-    damaged("a header nested deeply", ["model.safetensors"], header(lambda data: with_header(data, b'{"a":' + b"[" * 100000 + b"]" * 100000 + b"}")))
+    damaged("a header nested deeply", ["model.safetensors"], header(lambda data: with_header(
+        data, b'{"a":' + b"[" * 100000 + b"]" * 100000 + b"}")))
     damaged("overlapping offsets", ["model.safetensors"], header(lambda data: with_header(
-        data, b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}')))
+        data, b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+              b'"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}')))
     damaged("a huge count", ["model.safetensors"], header(lambda data: with_header(
         data, b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,16]}}')))
     damaged("an empty model file", ["model.safetensors"], header(lambda data: b""))
@@ -190,7 +197,8 @@ def good_use():
     with test("--help lists every option with its default and exits 0"):
         status, out, err = train("--help")
         check(status == 0 and not err, status, err)
-        for word in ("--data DIR", "--batch-tokens", "--weight-decay", "[0.1]", "cosine|linear|constant|wsd", "--list-attention"):
+        for word in ("--data DIR", "--batch-tokens", "--weight-decay", "[0.1]", "cosine|linear|constant|wsd",
+                     "--list-attention"):
             check(word in out, word, "is missing in", out)
     with test("--list-attention prints every kernel and whether it can run"):
         status, out, err = train(*SMALL, "--list-attention", "--device", "cpu")
@@ -201,8 +209,8 @@ def good_use():
         check(status == 0 and os.path.isdir(run + "/step_00000000"), out, err)
     with test("a log line holds what is promised, a sample is drawn and logged"):
         run = os.path.join(TMP, "logged")
-        status, out, err = train(*TINY, "--data", DATA, "--steps", 4, "--eval-every", 2, "--sample-every", 4, "--sample-tokens", 20,
-                                 "--prompt", "ab", "--top-k", 5, "--out", run)
+        status, out, err = train(*TINY, "--data", DATA, "--steps", 4, "--eval-every", 2, "--sample-every", 4,
+                                 "--sample-tokens", 20, "--prompt", "ab", "--top-k", 5, "--out", run)
         check(status == 0, err)
         lines = read_log(run)
         steps = [line for line in lines if "loss" in line]
@@ -216,14 +224,15 @@ def good_use():
         values = []
         for batch in (1, 3, 8):
             run = os.path.join(TMP, f"eval{batch}")
-            status, _, err = train(*TINY, "--data", DATA, "--batch", batch, "--steps", 1, "--lr", 0, "--eval-tokens", 160, "--out", run)
+            status, _, err = train(*TINY, "--data", DATA, "--batch", batch, "--steps", 1, "--lr", 0, "--eval-tokens", 160,
+                                   "--out", run)
             check(status == 0, err)
             values.append([line["val_loss"] for line in read_log(run) if "val_loss" in line][0])
         check(max(values) - min(values) < 1e-6, values)
     with test("a learning rate that breaks the model stops the run and names step, tensor and checkpoint"):
         run = os.path.join(TMP, "broken")
-        status, out, err = train(*TINY, "--data", DATA, "--steps", 50, "--lr", "1e30", "--clip", 0, "--save-every", 1, "--schedule", "constant",
-                                 "--out", run)
+        status, out, err = train(*TINY, "--data", DATA, "--steps", 50, "--lr", "1e30", "--clip", 0, "--save-every", 1,
+                                 "--schedule", "constant", "--out", run)
         check(status == 1 and "not finite" in err and "step " in err and "last good checkpoint: " + run in err, status, err)
         kept = err.strip().rsplit(" ", 1)[1]
         check(os.path.isdir(kept), kept)
@@ -231,13 +240,14 @@ def good_use():
               "the checkpoint it names cannot be read")
     with test("a model that is not finite is not saved, nor called done"):
         run = os.path.join(TMP, "infinite")
-        refused(1, ["step 1", "parameter transformer.wte.weight", "last good checkpoint: none"], *TINY, "--data", DATA, "--steps", 1,
-                "--lr", "1e10", "--weight-decay", "1e30", "--schedule", "constant", "--eval-every", 0, "--out", run)
+        refused(1, ["step 1", "parameter transformer.wte.weight", "last good checkpoint: none"], *TINY, "--data", DATA,
+                "--steps", 1, "--lr", "1e10", "--weight-decay", "1e30", "--schedule", "constant", "--eval-every", 0,
+                "--out", run)
         check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
     with test("a validation loss that is not finite stops the run and stays out of the log"):
         run = os.path.join(TMP, "novalidation")
-        refused(1, ["validation loss is not finite"], *TINY, "--data", DATA, "--steps", 5, "--lr", "1e30", "--eval-every", 1, "--save-every", 1,
-                "--out", run)
+        refused(1, ["validation loss is not finite"], *TINY, "--data", DATA, "--steps", 5, "--lr", "1e30", "--eval-every", 1,
+                "--save-every", 1, "--out", run)
         check(all(isinstance(line.get("val_loss", 0.0), float) for line in read_log(run)), read_log(run))
         check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
     with test("a prompt that the tokenizer cannot encode is refused before the run starts"):
@@ -246,7 +256,8 @@ def good_use():
             file.write(struct.pack("<256i", 20240328, 2, 98, 97, *[0] * 252))
             file.write(b"".join(bytes([2]) + b"ab" for _ in range(97)) + b"\x03end")
         run = os.path.join(TMP, "prompted")
-        refused(2, ["--prompt", "tokenizer.bin"], *TINY, "--data", odd, "--steps", 5, "--sample-every", 1, "--prompt", "ab", "--out", run)
+        refused(2, ["--prompt", "tokenizer.bin"], *TINY, "--data", odd, "--steps", 5, "--sample-every", 1, "--prompt", "ab",
+                "--out", run)
         check(not os.path.exists(run), "the run was begun")
     with test("with standard descriptors closed, nothing that is printed lands in the run's files"):
         run = os.path.join(TMP, "closed")
@@ -266,8 +277,9 @@ def good_use():
         check(done.returncode == 0 and os.listdir(folder) == [], done.stderr, os.listdir(folder))
     with test("not enough memory under a limit is one sentence, too"):
         limit = 600 << 20
-        done = subprocess.run([TRAIN, "--model", "gpt2", "--vocab", "257", "--data", DATA, "--seq", "16"], cwd=ROOT, capture_output=True,
-                              text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        done = subprocess.run([TRAIN, "--model", "gpt2", "--vocab", "257", "--data", DATA, "--seq", "16"], cwd=ROOT,
+                              capture_output=True, text=True,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
                               env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"))
         if "failed to map" in done.stderr or "libgomp" in done.stderr:
             skip("the libraries themselves do not start under the limit")

@@ -228,7 +228,8 @@ static void test_pass(GptConfig config, GptOptions options, int64_t B, int64_t T
     static const char *const recompute_names[] = {"none", "gelu", "block"};
     TEST("%s, %s: loss and gradients, L%lld NH%lld C%lld V%lld, B%lld T%lld of %lld x %lld, recompute %s", device->name,
          attention, (long long)config.layers, (long long)config.heads, (long long)config.channels, (long long)config.vocab,
-         (long long)B, (long long)T, (long long)options.batch, (long long)options.sequence, recompute_names[options.recompute]);
+         (long long)B, (long long)T, (long long)options.batch, (long long)options.sequence,
+         recompute_names[options.recompute]);
     Gpt *cpu = create_cpu(config, training(B, T)), *gpt = create_device(config, options, attention);
     int32_t *tokens = make_tokens(B * T, config.vocab, 0, 5), *targets = make_tokens(B * T, config.vocab, 11, 6);
     float dscale = 1 / (float)count_targets(targets, B * T);
@@ -465,8 +466,8 @@ int main(void)
         memset(&used, 0, sizeof used);
         test_backend();
         TEST("%s: worst errors", device->name);
-        printf("worst %s model, of what is allowed: loss %.2f, logits %.2f, gradient %.2f (mean %.2f), norm %.2f, update %.2f\n",
-               device->name, used.loss, used.logits, used.gradient, used.mean, used.norm, used.update);
+        printf("worst %s model, of what is allowed: loss %.2f, logits %.2f, gradient %.2f (mean %.2f), norm %.2f, "
+               "update %.2f\n", device->name, used.loss, used.logits, used.gradient, used.mean, used.norm, used.update);
         device->close(device_stream);
     }
     backend_cpu_fp32.close(cpu_stream);

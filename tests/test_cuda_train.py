@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The trainer on a GPU against itself on the CPU: the same losses within rounding, a resumed run bit for bit, and one sentence
-for each way in which a GPU cannot be used.
+"""The trainer on a GPU against itself on the CPU: the same losses within rounding, a resumed run bit for bit, and one
+sentence for each way in which a GPU cannot be used.
 
 On a GPU machine the ordinary trainer is tested; without one `make test-simt` gives a trainer whose GPU is the emulation of
 tests/simt, which can also be made to lack what a GPU may lack (SIMT_DEVICE). Skipped where the trainer has no GPU code."""
@@ -36,8 +36,8 @@ def test_losses(data, work):
     for dtype in ("fp32", "bf16"):
         for graph in ("", "--no-graph"):
             with test(f"three updates in {dtype} {graph or 'with recordings'} have the CPU's losses"):
-                status, text, errors = run(data, f"{work}/{dtype}{graph}", "--device", "cuda", "--dtype", dtype, "--steps", 3,
-                                           "--eval-every", 3, *graph.split())
+                status, text, errors = run(data, f"{work}/{dtype}{graph}", "--device", "cuda", "--dtype", dtype,
+                                           "--steps", 3, "--eval-every", 3, *graph.split())
                 check(status == 0, f"ended with {status}: {errors}")
                 check(f"cuda_{dtype}" in text, f"the device is not named: {text}")
                 got = losses(f"{work}/{dtype}{graph}")
@@ -70,9 +70,11 @@ def test_refusals(data, work, emulated):
     if emulated:
         cases += [
             ("no GPU", ["--device", "cuda"], {"SIMT_DEVICE": "none"}, 1, "no GPU is visible"),
-            ("an old driver", ["--device", "cuda"], {"SIMT_DEVICE": "old-driver"}, 1, "the GPU driver supports CUDA 12.0, but"),
+            ("an old driver", ["--device", "cuda"], {"SIMT_DEVICE": "old-driver"}, 1,
+             "the GPU driver supports CUDA 12.0, but"),
             ("another architecture", ["--device", "cuda"], {"SIMT_DEVICE": "other-arch"}, 1, "but the binary was built for"),
-            ("bf16 before sm_80", ["--device", "cuda", "--dtype", "bf16"], {"SIMT_DEVICE": "sm_75"}, 1, "needs a GPU of sm_80"),
+            ("bf16 before sm_80", ["--device", "cuda", "--dtype", "bf16"], {"SIMT_DEVICE": "sm_75"}, 1,
+             "needs a GPU of sm_80"),
         ]
     for number, (name, options, env, expected, words) in enumerate(cases):
         with test(f"{name}: one sentence"):

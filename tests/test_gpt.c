@@ -705,8 +705,8 @@ static void test_accumulation(void)
 }
 
 /* A vocabulary so wide that the classifier takes the rows in two chunks, against each chunk's rows on their own. */
-/* Updates handed over by gpt_upload, gpt_step_launch and gpt_step_finish, the following one's batches brought while one runs, are those of
- * gpt_backward and gpt_update, bit for bit. */
+/* Updates handed over by gpt_upload, gpt_step_launch and gpt_step_finish, the following one's batches brought while one
+ * runs, are those of gpt_backward and gpt_update, bit for bit. */
 static void test_steps(void)
 {
     enum { B = 2, T = 9, N = B * T, MICRO_STEPS = 2, UPDATES = 3 };
@@ -726,7 +726,8 @@ static void test_steps(void)
         step.bias_correction1 = 1 - powf(step.beta1, (float)u + 1);
         step.bias_correction2 = 1 - powf(step.beta2, (float)u + 1);
         gpt_zero_gradients(plain);
-        for (int m = 0; m < MICRO_STEPS; m++) loss += gpt_backward(plain, batch + m * N, batch + m * N + 1, B, T, 1.0f / (MICRO_STEPS * N));
+        for (int m = 0; m < MICRO_STEPS; m++)
+            loss += gpt_backward(plain, batch + m * N, batch + m * N + 1, B, T, 1.0f / (MICRO_STEPS * N));
         norm = gpt_update(plain, &step);
         gpt_step_launch(queued, MICRO_STEPS, 1.0f / (MICRO_STEPS * N), &step);
         for (int m = 0; m < MICRO_STEPS && u + 1 < UPDATES; m++)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Runs that are stopped and go on: every loss and every weight equal those of the unbroken run, bit for bit. So do two runs of one
-seed, and runs that differ in what must not matter."""
+"""Runs that are stopped and go on: every loss and every weight equal those of the unbroken run, bit for bit. So do two runs
+of one seed, and runs that differ in what must not matter."""
 import json
 import os
 import shutil
@@ -14,7 +14,8 @@ from check import check, end, test  # noqa: E402
 from trainer_runs import ROOT, TINY, TRAIN, checkpoint_bytes, log_values, read_log, train, write_corpus  # noqa: E402
 
 TMP = tempfile.mkdtemp(prefix="flashgpt-resume-")
-COMMON = [*TINY, "--eval-every", "20", "--eval-tokens", "300", "--print-every", "0", "--save-every", "25", "--keep", "0", "--lr", "3e-3"]
+COMMON = [*TINY, "--eval-every", "20", "--eval-tokens", "300", "--print-every", "0", "--save-every", "25", "--keep", "0",
+          "--lr", "3e-3"]
 
 
 def run(name, *options):
@@ -43,7 +44,8 @@ def main():
         whole = run("whole", *COMMON, "--data", unequal, "--steps", 100)
         same(whole, run("again", *COMMON, "--data", unequal, "--steps", 100), 100)
     with test("another seed is another run"):
-        check(log_values(whole) != log_values(run("seed", *COMMON, "--data", unequal, "--steps", 100, "--seed", 7)), "losses are equal")
+        other = run("seed", *COMMON, "--data", unequal, "--steps", 100, "--seed", 7)
+        check(log_values(whole) != log_values(other), "losses are equal")
     with test("stopped at step 50 and resumed equals the unbroken run, over unequal shards and epochs"):
         folder = run("halves", *COMMON, "--data", unequal, "--steps", 100, "--stop", 50)
         check(not os.path.exists(folder + "/step_00000075"), "it did not stop")
@@ -70,8 +72,9 @@ def main():
         same(whole, folder, 100)
     with test("Ctrl-C finishes the step, saves, says how to resume, and the run goes on to the same end"):
         folder = os.path.join(TMP, "interrupted")
-        process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100", "--print-every", "1", "--out", folder], cwd=ROOT,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100", "--print-every", "1",
+                                    "--out", folder],
+                                   cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while "step     30/" not in process.stdout.readline():
             pass
         process.send_signal(signal.SIGINT)
@@ -104,14 +107,16 @@ def main():
         write_corpus(moved, sizes=(641, 321, 449))
         check(train("--out", folder, "--resume")[0] == 0, "the same data again is refused")
     with test("a run that started from a checkpoint and was killed before its first one starts from it again"):
-        folder = run("from-init", *COMMON, "--data", unequal, "--steps", 3, "--save-every", 0, "--init", whole + "/step_00000100")
+        folder = run("from-init", *COMMON, "--data", unequal, "--steps", 3, "--save-every", 0,
+                     "--init", whole + "/step_00000100")
         first = log_values(folder)
         status, out, err = train("--out", folder, "--resume")
         check(status == 0 and log_values(folder) == first, err, first[:2], log_values(folder)[:2])
     with test("a closing terminal ends the run with a checkpoint"):
         folder = os.path.join(TMP, "hangup")
-        process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100000", "--print-every", "1", "--out", folder], cwd=ROOT,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100000", "--print-every", "1",
+                                    "--out", folder],
+                                   cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while "step     30/" not in process.stdout.readline():
             pass
         process.send_signal(signal.SIGHUP)
@@ -132,7 +137,8 @@ def main():
         check([line["step"] for line in read_log(folder) if "loss" in line] == [1, 2, 3], read_log(folder))
     with test("config.json holds what was asked for"):
         config = json.load(open(os.path.join(TMP, "halves", "config.json")))
-        check(config["lr"] == 3e-3 and config["batch_tokens"] == 64 and config["layers"] == 2 and config["schedule"] == "cosine", config)
+        for key, value in {"lr": 3e-3, "batch_tokens": 64, "layers": 2, "schedule": "cosine"}.items():
+            check(config[key] == value, f"{key} is {config[key]!r}, expected {value!r}")
 
 
 try:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""dev/run.py (make run): whose corpora it uses again, which it replaces, which it leaves alone. `true` is its trainer here."""
+"""dev/run.py (make run): whose corpora it uses again, which it replaces, which it leaves alone. Its trainer here is `true`.
+"""
 import json
 import os
 import subprocess

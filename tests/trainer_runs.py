@@ -59,7 +59,7 @@ def read_log(run):
 
 
 def log_values(run):
-    """What must be equal bit for bit in two equal runs: (step, key, text of the number) for losses, norms and learning rates."""
+    """What must be equal bit for bit in two equal runs: (step, key, text of the number) of losses, norms, rates."""
     return [(line["step"], key, repr(line[key])) for line in read_log(run) for key in ("loss", "grad_norm", "lr", "val_loss")
             if key in line]
 
