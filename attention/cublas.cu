@@ -44,7 +44,7 @@ enum {
     BANDS_MOST = 8, BAND_LEAST = 256,
     SCAN_BLOCKS = 16,               /* for each head */
     BATCH_MOST = 32768,             /* heads in one call of cuBLAS */
-    POINTERS_MOST = 8 * BANDS_MOST, /* arrays of pointers in a call */
+    POINTERS_MOST = 2 * (1 + 2 * BANDS_MOST) + 2 * 3 * BANDS_MOST, /* arrays of pointers in a call: those of a backward */
 };
 
 /* Above this, byte counts come near the end of size_t. */
@@ -212,11 +212,13 @@ __global__ void __launch_bounds__(32 * WARPS) softmax_backward_kernel(Real *dS, 
     }
 }
 
-/* Where a head's matrix starts, for every head of a call, in array after array. */
+/* Where a head's matrix starts, for every head of a call, in array after array. Passed to its kernel by value. */
 struct PointerList {
     char *base[POINTERS_MOST];
     int64_t batch_bytes[POINTERS_MOST], head_bytes[POINTERS_MOST];
 };
+
+static_assert(sizeof(PointerList) <= 3072, "the list must fit into a kernel's 4 KB of parameters beside the other ones");
 
 /* out[a][b*NH + h] = base[a] + b*batch_bytes[a] + h*head_bytes[a]; blockIdx.y is a. */
 __global__ void pointers_kernel(char **out, PointerList list, int64_t heads, int64_t NH)
@@ -400,6 +402,8 @@ static Matrices matrices_square(const void *data, cudaDataType_t type, const Att
 static Matrices matrices_from(Work *work, Matrices m, int64_t row, int64_t column)
 {
     int64_t bytes = (int64_t)type_bytes(m.type);
+    if (work->slots == POINTERS_MOST) work->error = "cublas attention has more products than it has room for";
+    if (work->error) return m;
     m.data = (char *)m.data + (row * m.row + column) * bytes;
     m.slot = work->slots++;
     work->list.base[m.slot] = (char *)m.data;
