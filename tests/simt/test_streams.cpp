@@ -227,7 +227,7 @@ static void test_copies(void)
     CHECK(cudaMemcpy(memory + 1, host, bytes - 4, cudaMemcpyHostToDevice) == cudaSuccess, "what is right");
     cudaGetLastError();
     TEST("the device's memory is counted, and ends");
-    size_t before, after, total;
+    size_t before = 0, after = 0, total = 0;
     void *large = nullptr;
     cudaMemGetInfo(&before, &total);
     CHECK(cudaMalloc(&large, total) == cudaErrorMemoryAllocation && !large, "all of it, with some in use");
