@@ -85,11 +85,17 @@ static int setup_start(Trainer *t)
         else snprintf(t->saved_path, sizeof t->saved_path, "%s", t->start_path);
         t->resumed = found;
     } else if (strcmp(o->init, "random")) {
-        o->init = realpath(o->init, NULL); /* for the rest of the process: a run that is resumed may start elsewhere */
-        if (!o->init) {
-            error_set(&t->error, "--init: %s: %s", options_text(&t->given, "init"), strerror(errno));
+        if (access(o->init, R_OK)) {
+            error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
             return EXIT_MACHINE;
         }
+        char *absolute = (char *)malloc(PATH_BYTES); /* for the rest of the process: a run that is resumed may start elsewhere */
+        if (!absolute || (*o->init != '/' && !getcwd(path, sizeof path))) {
+            error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
+            return EXIT_MACHINE;
+        }
+        snprintf(absolute, PATH_BYTES, "%.2000s%s%.2000s", *o->init == '/' ? "" : path, *o->init == '/' ? "" : "/", o->init);
+        o->init = absolute;
         snprintf(t->start_path, sizeof t->start_path, "%s", o->init);
     }
     return 0;

@@ -15,7 +15,7 @@
  *      r   # # # D      D: half of it zeros, which the softmax writes
  *
  * Views. A product is asked for all heads of all sequences at once, through arrays of pointers that one small kernel lays out at
- * the start of a call. Strides and alignment may be anything.
+ * the start of a call. Strides and alignment may be anything; bf16 views that are not aligned to 16 bytes go head by head.
  *
  * Not-a-number. A zero above the diagonal times a NaN is a NaN, in rows that may not see it. So each input that a triangular
  * matrix multiplies is scanned for numbers that are not finite; where a head has one, repair_kernel computes the product of
@@ -421,6 +421,32 @@ static void pointers_write(Work *work)
                                   work->pointers, work->list, heads, work->shape->NH));
 }
 
+/* Is every head's matrix aligned as the tensor cores want it? The library cannot look at pointers that lie on the device, and takes them
+ * for aligned. */
+static int is_aligned(Matrices m)
+{
+    int64_t bytes = (int64_t)type_bytes(m.type), bits = (int64_t)(uintptr_t)m.data | m.row * bytes | m.batch * bytes | m.head * bytes;
+    return m.type != CUDA_R_16BF || bits % 16 == 0;
+}
+
+/* Head z's matrix. */
+static char *head_at(Matrices m, int64_t z, int64_t NH)
+{
+    return (char *)m.data + (z / NH * m.batch + z % NH * m.head) * (int64_t)type_bytes(m.type);
+}
+
+/* The product below, head by head: slow, but the library sees each pointer. For bf16 views that are not aligned. */
+static void multiply_heads(Work *work, Matrices C, Matrices A, cublasOperation_t op_a, Matrices B, cublasOperation_t op_b, int64_t m,
+                           int64_t n, int64_t k, float alpha)
+{
+    const float zero = 0;
+    int64_t heads = head_count(work->shape), NH = work->shape->NH;
+    for (int64_t z = 0; z < heads && !work->error; z++)
+        note_blas(work, cublasGemmEx(work->handle, op_a, op_b, (int)m, (int)n, (int)k, &alpha, head_at(A, z, NH), A.type, (int)A.row,
+                                     head_at(B, z, NH), B.type, (int)B.row, &zero, head_at(C, z, NH), C.type, (int)C.row,
+                                     CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+}
+
 /* For each head, in column-major terms: C (m, n) = alpha * op(A) (m, k) * op(B) (k, n). */
 static void multiply(Work *work, Matrices C, Matrices A, cublasOperation_t op_a, Matrices B, cublasOperation_t op_b, int64_t m, int64_t n,
                      int64_t k, float alpha)
@@ -428,6 +454,10 @@ static void multiply(Work *work, Matrices C, Matrices A, cublasOperation_t op_a,
     const float zero = 0;
     int64_t heads = head_count(work->shape), most = BATCH_MOST;
     if (A.row > INT_MAX || B.row > INT_MAX || C.row > INT_MAX) work->error = "cublas attention takes row strides below 2^31 elements only";
+    if (!work->error && !(is_aligned(A) && is_aligned(B) && is_aligned(C))) {
+        multiply_heads(work, C, A, op_a, B, op_b, m, n, k, alpha);
+        return;
+    }
     for (int64_t first = 0; first < heads && !work->error; first += most) {
         int count = (int)(heads - first < most ? heads - first : most);
         const void *const *a = (const void *const *)(work->pointers + A.slot * heads + first);

@@ -228,7 +228,6 @@ int options_parse(Options *options, OptionsGiven *given, int argc, char **argv, 
         }
         const OptionRow *row = &TABLE[code - 256];
         given->given[code - 256] = 1;
-        given->text[code - 256] = optarg;
         if (row->kind == KIND_FLAG) *count_at(options, row) = 1;
         else if (value_set(options, row, optarg, error)) return -1;
     }
@@ -240,12 +239,6 @@ int options_given(const OptionsGiven *given, const char *name)
 {
     const OptionRow *row = row_find(name);
     return row && given->given[row - TABLE];
-}
-
-const char *options_text(const OptionsGiven *given, const char *name)
-{
-    const OptionRow *row = row_find(name);
-    return row && given->text[row - TABLE] ? given->text[row - TABLE] : "";
 }
 
 void options_help(void)

@@ -46,7 +46,6 @@ typedef struct Options {
 enum { OPTIONS_MOST = 64 };
 typedef struct OptionsGiven {
     unsigned char given[OPTIONS_MOST];
-    const char *text[OPTIONS_MOST]; /* its value as it was typed */
 } OptionsGiven;
 
 /* Defaults, then the arguments. Returns 0, or -1 with a sentence: unknown option (with the nearest known one), a value that is
@@ -55,9 +54,6 @@ int options_parse(Options *options, OptionsGiven *given, int argc, char **argv, 
 
 /* Was this option ("batch-tokens") on the command line? */
 int options_given(const OptionsGiven *given, const char *name);
-
-/* The value of an option as it was typed, "" where it was not. */
-const char *options_text(const OptionsGiven *given, const char *name);
 
 /* Fills what a model name and a vocabulary imply into layers, heads, dim, context, vocab; vocab_found is the tokenizer's
  * vocabulary or 0. Where `shape` is not NULL (a checkpoint's), it decides, and an option that was given and differs is an error
