@@ -89,13 +89,14 @@ static int setup_start(Trainer *t)
             error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
             return EXIT_MACHINE;
         }
-        char *absolute = (char *)malloc(PATH_BYTES); /* for the rest of the process: a run that is resumed may start elsewhere */
-        if (!absolute || (*o->init != '/' && !getcwd(path, sizeof path))) {
-            error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
+        char absolute[2 * PATH_BYTES]; /* a run that is resumed may be resumed elsewhere */
+        const char *place = *o->init == '/' ? "" : getcwd(path, sizeof path);
+        snprintf(absolute, sizeof absolute, "%s%s%s", place ? place : ".", *o->init == '/' ? "" : "/", o->init);
+        o->init = options_own(o, absolute);
+        if (!o->init) {
+            error_set(&t->error, "not enough memory");
             return EXIT_MACHINE;
         }
-        snprintf(absolute, PATH_BYTES, "%.2000s%s%.2000s", *o->init == '/' ? "" : path, *o->init == '/' ? "" : "/", o->init);
-        o->init = absolute;
         snprintf(t->start_path, sizeof t->start_path, "%s", o->init);
     }
     return 0;
@@ -614,6 +615,7 @@ static void trainer_free(Trainer *t)
     gpt_free(t->gpt);
     if (t->stream) t->backend->close(t->stream);
     run_close(&t->run);
+    options_free(&t->options);
     free(t);
 }
 

@@ -408,6 +408,19 @@ int options_write_config(const Options *options, const char *path, Error *error)
     return error_set(error, "%s: cannot be written: %s", path, strerror(cause));
 }
 
+const char *options_own(Options *options, const char *text)
+{
+    char *copy = options->owned_count < 2 * OPTIONS_MOST ? strdup(text) : NULL;
+    if (copy) options->owned[options->owned_count++] = copy;
+    return copy;
+}
+
+void options_free(Options *options)
+{
+    for (int i = 0; i < options->owned_count; i++) free(options->owned[i]);
+    options->owned_count = 0;
+}
+
 /* One option from config.json into `kept`, as the command line would set it. */
 static int config_take(Options *kept, const OptionRow *row, const JsonValue *value, const char *path, Error *error)
 {
@@ -422,7 +435,7 @@ static int config_take(Options *kept, const OptionRow *row, const JsonValue *val
     JsonKind expected = row->kind == KIND_TEXT || row->kind == KIND_CHOICE ? JSON_STRING : JSON_NUMBER;
     if (value->kind != expected)
         return error_set(error, "%s: \"%s\" is not a %s", path, value->key, expected == JSON_STRING ? "string" : "number");
-    if (row->kind == KIND_TEXT && !(text = strdup(text))) return error_set(error, "not enough memory to read %s", path);
+    if (row->kind == KIND_TEXT && !(text = options_own(kept, text))) return error_set(error, "not enough memory to read %s", path);
     if (value_set(kept, row, text, &inner)) return error_set(error, "%s: %.900s", path, inner.text);
     return 0;
 }
@@ -443,6 +456,8 @@ int options_from_config(Options *options, const OptionsGiven *given, const char 
         if (!value) continue; /* a run of a version that did not know this option: its default */
         Options kept = *options;
         status = config_take(&kept, row, value, path, error);
+        memcpy(options->owned, kept.owned, sizeof kept.owned);
+        options->owned_count = kept.owned_count;
         if (status) break;
         if (!strcmp(row->name, "lr")) kept_lr = kept.lr;
         if (!strcmp(row->name, "lr-final")) kept_final = kept.lr_final;

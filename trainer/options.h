@@ -13,6 +13,8 @@ extern "C" {
 
 typedef enum Schedule { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } Schedule;
 
+enum { OPTIONS_MOST = 64 };
+
 /* A field for every option, under its long name. Strings are never NULL; "" means not given. */
 typedef struct Options {
     const char *data, *train, *val;
@@ -40,10 +42,12 @@ typedef struct Options {
     int64_t recompute, deterministic, tf32, no_graph;
     int64_t seed;
     int64_t list_attention, help;
+
+    char *owned[2 * OPTIONS_MOST]; /* strings that are neither literals nor in argv: options_free frees them */
+    int owned_count;
 } Options;
 
 /* What a command line gave, by index in the table: an option that was given beats one from config.json. */
-enum { OPTIONS_MOST = 64 };
 typedef struct OptionsGiven {
     unsigned char given[OPTIONS_MOST];
 } OptionsGiven;
@@ -65,8 +69,13 @@ int options_resolve_model(Options *options, const OptionsGiven *given, const Gpt
 int options_resolve_batch(Options *options, const OptionsGiven *given, Error *error);
 
 /* Takes every option that was not given from a run's config.json. One that was given, differs, and may not change within
- * a run (shape, seq, batch-tokens, seed, ...) is an error with both values. Strings are kept for the rest of the process. */
+ * a run (shape, seq, batch-tokens, seed, ...) is an error with both values. */
 int options_from_config(Options *options, const OptionsGiven *given, const char *path, Error *error);
+
+/* Frees the strings that options_from_config and options_own made. */
+void options_free(Options *options);
+/* A copy of text that lives as long as the options; NULL where memory is short. */
+const char *options_own(Options *options, const char *text);
 
 /* Writes all options as a JSON object to path, atomically: a temporary file, fsync, rename. */
 int options_write_config(const Options *options, const char *path, Error *error);
