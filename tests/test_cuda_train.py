@@ -55,7 +55,6 @@ def test_resume(data, work):
             status, _, errors = run(data, out, "--device", "cuda", "--steps", 4, "--save-every", 2, *options)
             check(status == 0, f"ended with {status}: {errors}")
         check(len(read_log(parts)) < len(read_log(whole)), "the first part did not stop")
-        # Under sanitizers: options read from config.json are kept until the process ends.
         status, _, errors = train("--out", parts, "--resume")
         check(status == 0, f"the second part ended with {status}: {errors}")
         check(log_values(whole) == log_values(parts), f"{log_values(whole)} became {log_values(parts)}")
