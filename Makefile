@@ -154,6 +154,9 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(if $(filter 0,$(SIMT)),$(NVCC) $(NVCCFLAGS),$(SIMT_CXX) -x c++ $(SIMT_BACKEND_FLAGS)) -MMD -MP -c $< -o $@
 
+# A register that spills in an attention kernel is a fault of the kernel.
+$(BUILD)/attention/%.cu.o: NVCCFLAGS += -Xptxas --warn-on-spills,--warning-as-error
+
 # The trainer is plain C: nvcc takes it where the build is for a GPU, the C compiler where it is not.
 $(BUILD)/train_gpt.o: train_gpt.cu $(BUILD)/flags
 	@mkdir -p $(@D)
