@@ -30,13 +30,12 @@ typedef struct Bound {
 #define FACTOR 2.0
 
 /* LSE is fp32 whatever the type. */
-static const double unit_roundoff[DTYPE_COUNT] = {[DTYPE_FP32] = 0x1p-24, [DTYPE_BF16] = 0x1p-9};
+static const double unit_roundoff[DTYPE_COUNT] = {0x1p-24 /* fp32 */, 0x1p-9 /* bf16 */};
 
+/* In the order of the enums: a line a dtype; O, LSE, dQ, dK, dV. C++ programs read this too, which know no array designators. */
 static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
-    [DTYPE_FP32] = {[QUANTITY_O] = {4, 2}, [QUANTITY_LSE] = {4, 2}, [QUANTITY_DQ] = {4, 2}, [QUANTITY_DK] = {4, 2},
-                    [QUANTITY_DV] = {4, 2}},
-    [DTYPE_BF16] = {[QUANTITY_O] = {1, 1}, [QUANTITY_LSE] = {4, 2}, [QUANTITY_DQ] = {1, 1}, [QUANTITY_DK] = {1, 1},
-                    [QUANTITY_DV] = {1, 1}},
+    {{4, 2}, {4, 2}, {4, 2}, {4, 2}, {4, 2}}, /* fp32 */
+    {{1, 1}, {4, 2}, {1, 1}, {1, 1}, {1, 1}}, /* bf16 */
 };
 
 #endif
