@@ -2,7 +2,7 @@
  *
  * Decoding is a look-up: token t is bytes [start[t], start[t+1]) of one block. Encoding is done only where it needs no merge
  * rules, that is where every token but end of text is one byte; then it is a look-up in a table of 256 as well. A tokenizer
- * with merges encodes in prepare.py, whose libraries know its rules; a prompt for such a model is given as token numbers.
+ * with merges encodes in prepare.py, whose libraries know its rules; a prompt for such a model is refused.
  */
 #include "data/tokenizer.h"
 
