@@ -1,0 +1,167 @@
+/* tensor_core.h - the instructions behind the tensor-core kernels, one small wrapper each: products of fragments, matrix loads
+ * from shared memory, asynchronous copies into it, and a few conversions.
+ *
+ * Fragments as the PTX manual lays them out; lane = 4 * g + q, so g = lane / 4 is 0 .. 7 and q = lane % 4 is 0 .. 3:
+ *
+ *     m16n8k16, bf16   A (16 x 16)  a[0] (g, 2q..2q+1)   a[1] (g+8, 2q..)   a[2] (g, 2q+8..)   a[3] (g+8, 2q+8..)
+ *                      B (16 x 8)   b0   (2q..2q+1, g)   b1   (2q+8.., g)              first of a pair in the low half
+ *     m16n8k8, tf32    A (16 x 8)   a[0] (g, q)   a[1] (g+8, q)   a[2] (g, q+4)   a[3] (g+8, q+4);  B (8 x 8)  b0 (q, g)  b1 (q+4, g)
+ *     both             D (16 x 8)   d[0..1] (g, 2q..2q+1)   d[2..3] (g+8, 2q..2q+1)
+ *
+ * So the D of two neighbouring products (n8 and the next n8), packed by pairs, is the A of a k16 step without a shuffle.
+ *
+ * ldmatrix reads 8 x 8 matrices of 16-bit elements: lane 8i + r gives the address of row r of matrix i, 16 bytes, 16-byte
+ * aligned; register i of every lane then holds the pair (row g, columns 2q..2q+1) of matrix i, or with _trans the pair
+ * (rows 2q..2q+1, column g).
+ *
+ * Under the emulation (attention/device.h) each is done lane by lane by tests/simt/simt_tensor.h, with copies that arrive no
+ * sooner than the wait that they need.
+ */
+#ifndef TENSOR_CORE_H
+#define TENSOR_CORE_H
+
+#include "attention/device.h"
+
+#ifdef SIMT_EMULATION
+#include "simt_tensor.h"
+#else
+
+#include <stdint.h>
+
+/* A place in shared memory, in bytes: add to it, and give it to the functions below. */
+typedef uint32_t SharedAddress;
+
+template <typename T>
+__device__ __forceinline__ SharedAddress shared_address(Shared<T> at) { return (uint32_t)__cvta_generic_to_shared(at); }
+
+__device__ __forceinline__ void store_32(SharedAddress at, uint32_t x)
+{
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_16(SharedAddress at, uint16_t x)
+{
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory");
+}
+
+/* 16 bytes, 16-byte aligned. */
+__device__ __forceinline__ void store_128(SharedAddress at, uint4 x)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_32(SharedAddress at)
+{
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint4 load_128(SharedAddress at)
+{
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+
+/* d (16 x 8) += a (16 x 16) b (16 x 8), bf16 factors, fp32 sums. */
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* d (16 x 8) += a (16 x 8) b (8 x 8), TF32 factors (fp32 whose last 13 bits do not count), fp32 sums. */
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Copies 16 bytes of global memory to shared memory in the background, both 16-byte aligned; zeros where not `valid`, and
+ * then `from` is not read. Belongs to the group that the thread's next copies_commit() closes. */
+__device__ __forceinline__ void copy_async_16(SharedAddress to, const void *from, bool valid)
+{
+    int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copies_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Waits until at most PENDING of the thread's latest groups are still on their way. Other threads' copies are there after
+ * their own wait and a barrier. */
+template <int PENDING>
+__device__ __forceinline__ void copies_wait(void) { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+/* Two numbers rounded to bf16, `low` in the low half. */
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high)
+{
+    uint32_t x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+/* x rounded to TF32, to nearest, ties away from zero. */
+__device__ __forceinline__ uint32_t round_tf32(float x)
+{
+    uint32_t y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+/* 2^x within 2 units in the last place; 0 at -inf, and below -126 flushed to 0. */
+__device__ __forceinline__ float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* acc + 0 * x, by halves: NaN in a half once any x had a NaN or an infinity there. */
+__device__ __forceinline__ uint32_t gather_nonfinite(uint32_t acc, uint32_t x)
+{
+    uint32_t y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(acc));
+    return y;
+}
+
+/* at[0..3] += x, each atomically, in global memory; 16-byte aligned. */
+__device__ __forceinline__ void reduce_add_4(float *at, float4 x)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+#else
+    atomicAdd(at, x.x);
+    atomicAdd(at + 1, x.y);
+    atomicAdd(at + 2, x.z);
+    atomicAdd(at + 3, x.w);
+#endif
+}
+
+/* The same for two, 8-byte aligned. */
+__device__ __forceinline__ void reduce_add_2(float *at, float2 x)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(x.x), "f"(x.y) : "memory");
+#else
+    atomicAdd(at, x.x);
+    atomicAdd(at + 1, x.y);
+#endif
+}
+
+#endif
+#endif
