@@ -57,6 +57,14 @@ __device__ __forceinline__ uint32_t load_32(SharedAddress at)
     return x;
 }
 
+/* Two floats, 8-byte aligned. */
+__device__ __forceinline__ float2 load_64(SharedAddress at)
+{
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ uint4 load_128(SharedAddress at)
 {
     uint4 x;
