@@ -2,8 +2,10 @@
  *
  *     bench_cuda_layers [OUT.csv]          default: dev/results/<gpu>/layers.csv
  *
- * Memory-bound operations are given as GB/s of the bytes that must move (each input read once, each output written once) and as a
- * share of a large device-to-device copy measured here; products as TFLOP/s. Every operation is verified by tests/test_cuda_layers,
+ * Memory-bound operations are given as GB/s of the bytes that must move (each input read once, each output written once, what is added
+ * to read and written; of the embedding's tables the rows that are touched, and its gradient twice: once by token, once by position)
+ * and as a share of a large device-to-device copy measured here. Tokens follow Zipf's law, as in text: token k with a probability
+ * proportional to 1/(k + 2.7), of all V. Products as TFLOP/s. Every operation is verified by tests/test_cuda_layers,
  * which must pass first; here their buffers hold random data. A call is recorded several times in one CUDA graph, and the median
  * of replays is taken, so that no launch is timed. The tensors of 65536 rows are larger than any L2.
  */
@@ -26,7 +28,8 @@ typedef struct Bench {
     const Backend *gpu;
     Stream *stream;
     int64_t B, N;
-    char *x, *y, *z, *wide, *wide2; /* (N,C) three times, (N,4C) twice: real */
+    float *resid, *resid2;          /* (N,C) twice: the residual stream */
+    char *x, *y, *wide, *wide2;     /* (N,C) twice, (N,4C) twice: real */
     char *logits;                   /* (chunk, VP) real */
     int64_t chunk;
     char *weight;                   /* (VP, C) real */
@@ -34,6 +37,7 @@ typedef struct Bench {
     float *stats, *stats2, *vector, *vector2, *norm;
     void *scratch;
     int32_t *tokens, *plan;
+    int64_t distinct;               /* tokens among the N */
     AdamwStep *step;
     double copy_rate;               /* bytes a second, read and written */
     FILE *csv;
@@ -42,11 +46,11 @@ typedef struct Bench {
 typedef void Operation(Bench *b);
 
 static void run_copy(Bench *b) { b->gpu->copy(b->wide2, b->wide, (size_t)(b->N * 4 * C) * b->gpu->element, b->stream); }
-static void run_embedding_forward(Bench *b) { b->gpu->embedding_forward(b->x, b->tokens, b->weight, b->weight, b->B, T, C, b->stream); }
-static void run_embedding_backward(Bench *b) { b->gpu->embedding_backward(b->grads, b->grads + VP * C, b->x, b->plan, b->B, T, C, b->stream); }
-static void run_layernorm_forward(Bench *b) { b->gpu->layernorm_forward(b->y, b->stats, b->stats2, b->x, b->weight, b->weight, b->N, C, b->stream); }
-static void run_residual_layernorm(Bench *b) { b->gpu->residual_layernorm_forward(b->z, b->wide, b->stats, b->stats2, b->x, b->y, b->weight, b->weight, b->N, C, b->stream); }
-static void run_layernorm_backward(Bench *b) { b->gpu->layernorm_backward(b->z, b->vector, b->vector2, b->scratch, b->y, b->x, b->weight, b->stats, b->stats2, b->N, C, b->stream); }
+static void run_embedding_forward(Bench *b) { b->gpu->embedding_forward(b->resid, b->tokens, b->weight, b->weight, b->B, T, C, b->stream); }
+static void run_embedding_backward(Bench *b) { b->gpu->embedding_backward(b->grads, b->grads + VP * C, b->resid, b->plan, b->B, T, C, b->stream); }
+static void run_layernorm_forward(Bench *b) { b->gpu->layernorm_forward(b->y, b->stats, b->stats2, b->resid, b->weight, b->weight, b->N, C, b->stream); }
+static void run_residual_layernorm(Bench *b) { b->gpu->residual_layernorm_forward(b->resid2, b->x, b->stats, b->stats2, b->resid, b->y, b->weight, b->weight, b->N, C, b->stream); }
+static void run_layernorm_backward(Bench *b) { b->gpu->layernorm_backward(b->resid2, b->gpu->dtype == DTYPE_FP32 ? (void *)b->resid2 : b->x, b->vector, b->vector2, b->scratch, b->resid2, b->y, b->resid, b->weight, b->stats, b->stats2, b->N, C, b->stream); }
 static void run_gelu_forward(Bench *b) { b->gpu->gelu_forward(b->wide2, b->wide, b->N * 4 * C, b->stream); }
 static void run_loss(Bench *b) { b->gpu->loss_forward_backward(b->stats, b->logits, b->tokens, 1e-4f, b->chunk, V, VP, b->stream); }
 static void run_norm(Bench *b) { b->gpu->global_norm(b->norm, b->scratch, b->grads, PARAMETERS, b->stream); }
@@ -144,6 +148,30 @@ static void *integers_new(Bench *b, const int32_t *values, int64_t n)
     return memory;
 }
 
+/* tokens (N) by Zipf's law over V; returns how many different ones there are. */
+static int64_t tokens_draw(int32_t *tokens, int64_t N)
+{
+    static double below[V + 1]; /* the sum of the probabilities of tokens before this one, not yet divided by the whole */
+    static char seen[V];
+    uint64_t state = 7;
+    int64_t distinct = 0;
+    memset(seen, 0, sizeof seen);
+    for (int k = 0; k < V; k++) below[k + 1] = below[k] + 1 / (k + 2.7);
+    for (int64_t i = 0; i < N; i++) {
+        double u = random_uniform(&state) * below[V];
+        int32_t low = 0, high = V - 1; /* the last token with below[token] <= u */
+        while (low < high) {
+            int32_t middle = (low + high + 1) / 2;
+            if (below[middle] <= u) low = middle;
+            else high = middle - 1;
+        }
+        tokens[i] = low;
+        distinct += !seen[low];
+        seen[low] = 1;
+    }
+    return distinct;
+}
+
 static void bench_open(Bench *b)
 {
     int64_t N = b->N;
@@ -151,7 +179,8 @@ static void bench_open(Bench *b)
     b->chunk = 4096 < N ? 4096 : N;
     b->x = random_new(b, N * C, 0, 2);
     b->y = random_new(b, N * C, 0, 2);
-    b->z = random_new(b, N * C, 0, 2);
+    b->resid = random_new(b, N * C, 1, 2);
+    b->resid2 = random_new(b, N * C, 1, 2);
     int64_t wide = N * 4 * C > PARAMETERS ? N * 4 * C : PARAMETERS; /* adamw's working weights live here too */
     b->wide = random_new(b, wide, 0, 2);
     b->wide2 = random_new(b, wide, 0, 2);
@@ -169,11 +198,7 @@ static void bench_open(Bench *b)
     size_t scratch = gpu->layernorm_scratch(N, C) + gpu->linear_scratch(N, 4 * C, 4 * C) + gpu->norm_scratch(PARAMETERS);
     b->scratch = gpu->alloc(scratch, b->stream);
     int32_t *tokens = malloc((size_t)N * 4), *plan = malloc((size_t)embedding_plan_size(N) * 4);
-    uint64_t state = 7;
-    for (int64_t i = 0; i < N; i++) { /* frequent tokens are frequent, as in text */
-        double u = random_uniform(&state);
-        tokens[i] = (int32_t)(V * u * u * u * u);
-    }
+    b->distinct = tokens_draw(tokens, N);
     embedding_plan(plan, tokens, N);
     b->tokens = integers_new(b, tokens, N);
     b->plan = integers_new(b, plan, embedding_plan_size(N));
@@ -186,7 +211,7 @@ static void bench_open(Bench *b)
 
 static void bench_close(Bench *b)
 {
-    void *all[] = {b->x, b->y, b->z, b->wide, b->wide2, b->logits, b->weight, b->master, b->m, b->v, b->grads, b->stats, b->stats2,
+    void *all[] = {b->x, b->y, b->resid, b->resid2, b->wide, b->wide2, b->logits, b->weight, b->master, b->m, b->v, b->grads, b->stats, b->stats2,
                    b->vector, b->vector2, b->norm, b->scratch, b->tokens, b->plan, b->step};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) b->gpu->free(all[i], b->stream);
 }
@@ -195,13 +220,15 @@ static void bench_all(Bench *b)
 {
     double e = (double)b->gpu->element, row = (double)b->N * C * e, product = 2.0 * (double)b->N * C * C, P = (double)PARAMETERS;
     double head = 2.0 * (double)b->chunk * VP * C, logits = (double)b->chunk * VP * e;
+    double full = (double)b->N * C * 4, copy = b->gpu->dtype == DTYPE_FP32 ? 0 : row; /* of the residual stream; its rounded copy */
+    double touched = (double)(b->distinct + T) * C;                                   /* elements of wte and wpe */
     b->copy_rate = 0;
     bench_line(b, "copy", run_copy, 8 * row, 0);
-    bench_line(b, "embedding forward", run_embedding_forward, 2 * row, 0);
-    bench_line(b, "embedding backward", run_embedding_backward, 2 * row, 0);
-    bench_line(b, "layernorm forward", run_layernorm_forward, 2 * row, 0);
-    bench_line(b, "residual + layernorm", run_residual_layernorm, 4 * row, 0);
-    bench_line(b, "layernorm backward", run_layernorm_backward, 4 * row, 0);
+    bench_line(b, "embedding forward", run_embedding_forward, full + touched * e, 0);
+    bench_line(b, "embedding backward", run_embedding_backward, 2 * full + 8 * touched, 0);
+    bench_line(b, "layernorm forward", run_layernorm_forward, full + row, 0);
+    bench_line(b, "residual + layernorm", run_residual_layernorm, 2 * full + 2 * row, 0);
+    bench_line(b, "layernorm backward", run_layernorm_backward, 3 * full + row + copy, 0);
     bench_line(b, "gelu forward", run_gelu_forward, 8 * row, 0);
     bench_line(b, "loss forward + backward", run_loss, 2 * logits, 0);
     bench_line(b, "global norm", run_norm, 4 * P, 0);

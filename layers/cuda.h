@@ -141,20 +141,20 @@ __device__ __forceinline__ float block_max(float x, Shared<float> room)
 template <typename Real> void from_fp32_cuda(void *out, const float *in, int64_t n, Stream *stream);
 template <typename Real> void to_fp32_cuda(float *out, const void *in, int64_t n, Stream *stream);
 template <typename Real>
-void embedding_forward_cuda(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T, int64_t C,
+void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T, int64_t C,
                             Stream *stream);
-template <typename Real>
-void embedding_backward_cuda(float *dwte, float *dwpe, const void *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
+void embedding_backward_cuda(float *dwte, float *dwpe, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
                              Stream *stream);
 template <typename Real>
-void layernorm_forward_cuda(void *out, float *mean, float *rstd, const void *x, const void *weight, const void *bias, int64_t N,
+void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias, int64_t N,
                             int64_t C, Stream *stream);
 template <typename Real>
-void residual_layernorm_forward_cuda(void *sum, void *out, float *mean, float *rstd, const void *x, const void *y,
+void residual_layernorm_forward_cuda(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
                                      const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream);
 template <typename Real>
-void layernorm_backward_cuda(void *dx, float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
-                             const void *weight, const float *mean, const float *rstd, int64_t N, int64_t C, Stream *stream);
+void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
+                             const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
+                             int64_t N, int64_t C, Stream *stream);
 size_t layernorm_scratch_cuda(int64_t N, int64_t C);
 template <typename Real>
 void linear_forward_cuda(void *out, const void *x, const void *weight, const void *bias, int64_t N, int64_t C, int64_t OC,

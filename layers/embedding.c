@@ -8,16 +8,15 @@
 #include "layers/cpu.h"
 #include "layers/vector.h"
 
-void embedding_forward_cpu(void *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+void embedding_forward_cpu(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
                            int64_t C, Stream *stream)
 {
-    float *o = out; /* (B,T,C) */
     (void)stream;
 #pragma omp parallel for schedule(static) if (B * T * C >= PARALLEL_MIN)
     for (int64_t n = 0; n < B * T; n++) {
         const float *token = (const float *)wte + tokens[n] * C; /* (C) */
         const float *position = (const float *)wpe + n % T * C;  /* (C) */
-        float *row = o + n * C;
+        float *row = out + n * C;                                 /* (C) */
         for (int64_t c = 0; c < C; c++) row[c] = token[c] + position[c];
     }
 }
@@ -30,10 +29,9 @@ static void row_add(float *row, const float *add, int64_t n)
     for (; i < n; i++) row[i] += add[i];
 }
 
-void embedding_backward_cpu(float *dwte, float *dwpe, const void *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
+void embedding_backward_cpu(float *dwte, float *dwpe, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
                             Stream *stream)
 {
-    const float *d = dout; /* (B,T,C) */
     int64_t N = B * T;
     const int32_t *order = plan, *begin = plan + N, *token = begin + N + 1; /* see embedding_plan */
     int64_t runs = N ? token[N] : 0;
@@ -47,11 +45,11 @@ void embedding_backward_cpu(float *dwte, float *dwpe, const void *dout, const in
             int64_t first = lines * s / slices * 16, last = cpu_min(lines * (s + 1) / slices * 16, C);
             for (int64_t r = 0; r < runs; r++)
                 for (int32_t i = begin[r]; i < begin[r + 1]; i++)
-                    row_add(dwte + token[r] * C + first, d + order[i] * C + first, last - first);
+                    row_add(dwte + token[r] * C + first, dout + order[i] * C + first, last - first);
         }
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < T; t++)
-            for (int64_t b = 0; b < B; b++) row_add(dwpe + t * C, d + (b * T + t) * C, C);
+            for (int64_t b = 0; b < B; b++) row_add(dwpe + t * C, dout + (b * T + t) * C, C);
     }
 }
 

@@ -8,7 +8,11 @@
  * Each (+) is fused with the layer norm that follows it: the sum before ln2 here, the sum before the next block's ln1 (or the
  * last ln_f) at the end. So a block's forward starts with ln1 already done, and block_finish does the norm of the next.
  *
- * Backward walks the same chain the other way with one gradient of the residual stream, dresid, that every branch adds to.
+ * The residual stream is fp32 in every mode, forward and backward: each block adds little to much, and in bf16 a total would
+ * lose what is under 1/256 of it, layer after layer. The branches, between a norm's output and the (+), are real.
+ *
+ * Backward walks the same chain the other way with one gradient of the residual stream, dresid, that every branch adds to;
+ * the norms, which do the adding, leave a rounded copy beside it for the products. Where real is fp32 it is its own copy.
  * The classifier goes over the rows in chunks and does forward and backward of a chunk at once: its logits, by far the widest
  * activation, exist for one chunk only and become their own gradient in place.
  *
@@ -44,7 +48,9 @@ typedef enum Activation {
 
 /* Scratch: alive within one call. The union part holds the classifier's logits first and the block gradients afterwards. */
 typedef struct ScratchLayout {
-    size_t dresid, dnorm;    /* (N,C) real each */
+    size_t dresid;           /* (N,C) fp32 */
+    size_t dresid_real;      /* (N,C) real: dresid rounded; the same place where real is fp32 */
+    size_t dnorm;            /* (N,C) real */
     size_t logits;           /* (chunk,Vp) real: shares its place with the next two */
     size_t dpre, dqkv;       /* (N,4C), (N,3C) real */
     size_t branch;           /* (N,C) real: what a block's projection gives, before it is added to the stream */
@@ -259,9 +265,9 @@ static ActivationLayout activation_layout(const GptConfig *config, const GptOpti
         [ACT_BATCH] = batch_bytes(N), [ACT_LOSSES] = rows * 4, [ACT_RESULT] = sizeof(StepResult), [ACT_STEP] = sizeof(AdamwStep),
         [ACT_UPLOADS] = options->training ? 2 * (size_t)micro_steps_most(options) * batch_bytes(N) : 0,
         [ACT_LNF] = wide * real, [ACT_LNF_MEAN] = rows * 4, [ACT_LNF_RSTD] = rows * 4,
-        [ACT_RESID] = wide * real, [ACT_LN1] = wide * real, [ACT_LN1_MEAN] = rows * 4, [ACT_LN1_RSTD] = rows * 4,
+        [ACT_RESID] = wide * 4, [ACT_LN1] = wide * real, [ACT_LN1_MEAN] = rows * 4, [ACT_LN1_RSTD] = rows * 4,
         [ACT_QKV] = 3 * wide * real, [ACT_ATT] = wide * real, [ACT_LSE] = rows * (size_t)config->heads * 4,
-        [ACT_SAVED] = attention ? attention->saved_bytes(&shape) : 0, [ACT_RESID_MID] = wide * real,
+        [ACT_SAVED] = attention ? attention->saved_bytes(&shape) : 0, [ACT_RESID_MID] = wide * 4,
         [ACT_LN2] = wide * real, [ACT_LN2_MEAN] = rows * 4, [ACT_LN2_RSTD] = rows * 4, [ACT_PRE] = 4 * wide * real,
         [ACT_GELU] = 4 * wide * real,
     };
@@ -290,7 +296,8 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
     memset(&s, 0, sizeof s);
     s.branch = area_take(&s.bytes, wide);
     if (options->training) {
-        s.dresid = area_take(&s.bytes, wide);
+        s.dresid = area_take(&s.bytes, (size_t)(N * C) * 4);
+        s.dresid_real = backend->dtype == DTYPE_FP32 ? s.dresid : area_take(&s.bytes, wide);
         s.dnorm = area_take(&s.bytes, wide);
     }
     size_t shared = s.bytes;
@@ -575,6 +582,9 @@ static void *act_at(const Gpt *gpt, Activation a, int64_t l)
     return gpt->activations + gpt->act.offset[a] + gpt->act.stride[a] * (size_t)(gpt->act.slots[a] > 1 ? l : 0);
 }
 
+/* The same of the residual stream (N,C), which is fp32. */
+static float *resid_at(const Gpt *gpt, Activation a, int64_t l) { return (float *)act_at(gpt, a, l); }
+
 static StepResult *result_at(const Gpt *gpt) { return (StepResult *)act_at(gpt, ACT_RESULT, 0); }
 
 static const void *weight_at(const Gpt *gpt, GptKind kind, int64_t l)
@@ -601,7 +611,7 @@ static void attention_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 }
 
 /* Block l from its ln1 on up to gelu(fc): all that its backward reads. resid: the block's input (N,C). */
-static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, void *resid)
+static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, const float *resid)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T, C = gpt->config.channels;
@@ -611,7 +621,7 @@ static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, void *resid
     attention_forward(gpt, l, B, T);
     be->linear_forward(branch, act_at(gpt, ACT_ATT, l), weight_at(gpt, GPT_PROJ_W, l), weight_at(gpt, GPT_PROJ_B, l), N, C, C,
                        gpt->stream);
-    be->residual_layernorm_forward(act_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l), (float *)act_at(gpt, ACT_LN2_MEAN, l),
+    be->residual_layernorm_forward(resid_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l), (float *)act_at(gpt, ACT_LN2_MEAN, l),
                                    (float *)act_at(gpt, ACT_LN2_RSTD, l), resid, branch, weight_at(gpt, GPT_LN2_W, l),
                                    weight_at(gpt, GPT_LN2_B, l), N, C, gpt->stream);
     be->linear_gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), act_at(gpt, ACT_LN2, l),
@@ -628,8 +638,8 @@ static void block_finish(Gpt *gpt, int64_t l, int64_t N)
                        4 * C, C, gpt->stream);
     int last = l + 1 == gpt->config.layers;
     Activation out = last ? ACT_LNF : ACT_LN1, mean = last ? ACT_LNF_MEAN : ACT_LN1_MEAN, rstd = last ? ACT_LNF_RSTD : ACT_LN1_RSTD;
-    be->residual_layernorm_forward(act_at(gpt, ACT_RESID, l + 1), act_at(gpt, out, l + 1), (float *)act_at(gpt, mean, l + 1),
-                                   (float *)act_at(gpt, rstd, l + 1), act_at(gpt, ACT_RESID_MID, l), branch,
+    be->residual_layernorm_forward(resid_at(gpt, ACT_RESID, l + 1), act_at(gpt, out, l + 1), (float *)act_at(gpt, mean, l + 1),
+                                   (float *)act_at(gpt, rstd, l + 1), resid_at(gpt, ACT_RESID_MID, l), branch,
                                    weight_at(gpt, last ? GPT_LNF_W : GPT_LN1_W, l + 1),
                                    weight_at(gpt, last ? GPT_LNF_B : GPT_LN1_B, l + 1), N, C, gpt->stream);
 }
@@ -638,7 +648,7 @@ static void block_finish(Gpt *gpt, int64_t l, int64_t N)
 static void block_start(Gpt *gpt, int64_t l, int64_t N)
 {
     gpt->backend->layernorm_forward(act_at(gpt, ACT_LN1, l), (float *)act_at(gpt, ACT_LN1_MEAN, l),
-                                    (float *)act_at(gpt, ACT_LN1_RSTD, l), act_at(gpt, ACT_RESID, l),
+                                    (float *)act_at(gpt, ACT_LN1_RSTD, l), resid_at(gpt, ACT_RESID, l),
                                     weight_at(gpt, GPT_LN1_W, l), weight_at(gpt, GPT_LN1_B, l), N, gpt->config.channels,
                                     gpt->stream);
 }
@@ -668,11 +678,11 @@ static void model_forward(Gpt *gpt, int64_t B, int64_t T)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T;
-    be->embedding_forward(act_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0), weight_at(gpt, GPT_WPE, 0), B, T,
-                          gpt->config.channels, gpt->stream);
+    be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0), weight_at(gpt, GPT_WPE, 0), B,
+                          T, gpt->config.channels, gpt->stream);
     block_start(gpt, 0, N);
     for (int64_t l = 0; l < gpt->config.layers; l++) {
-        block_forward(gpt, l, B, T, act_at(gpt, ACT_RESID, l));
+        block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l));
         block_finish(gpt, l, N);
     }
 }
@@ -758,12 +768,16 @@ static void attention_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
     if (fault && !gpt->fault) gpt->fault = fault;
 }
 
+/* The gradient of the residual stream (N,C), and its rounded copy. */
+static float *dresid_at(const Gpt *gpt) { return (float *)(gpt->scratch + gpt->layout.dresid); }
+static void *dresid_real_at(const Gpt *gpt) { return gpt->scratch + gpt->layout.dresid_real; }
+
 /* The feed-forward half: dresid is the gradient of the block's output on entry, of resid_mid on return. */
 static void mlp_backward(Gpt *gpt, int64_t l, int64_t N)
 {
     const Backend *be = gpt->backend;
     int64_t C = gpt->config.channels;
-    void *dresid = gpt->scratch + gpt->layout.dresid, *dnorm = gpt->scratch + gpt->layout.dnorm;
+    void *dresid = dresid_real_at(gpt), *dnorm = gpt->scratch + gpt->layout.dnorm;
     void *dpre = gpt->scratch + gpt->layout.dpre, *work = gpt->scratch + gpt->layout.work;
     be->linear_backward_weight(gradient_at(gpt, GPT_FCPROJ_W, l), gradient_at(gpt, GPT_FCPROJ_B, l), work, dresid,
                                act_at(gpt, ACT_GELU, l), N, 4 * C, C, gpt->stream);
@@ -771,9 +785,9 @@ static void mlp_backward(Gpt *gpt, int64_t l, int64_t N)
     be->linear_backward_weight(gradient_at(gpt, GPT_FC_W, l), gradient_at(gpt, GPT_FC_B, l), work, dpre, act_at(gpt, ACT_LN2, l),
                                N, C, 4 * C, gpt->stream);
     be->linear_backward_input(dnorm, dpre, weight_at(gpt, GPT_FC_W, l), NULL, N, C, 4 * C, gpt->stream);
-    be->layernorm_backward(dresid, gradient_at(gpt, GPT_LN2_W, l), gradient_at(gpt, GPT_LN2_B, l), work, dnorm,
-                           act_at(gpt, ACT_RESID_MID, l), weight_at(gpt, GPT_LN2_W, l), (float *)act_at(gpt, ACT_LN2_MEAN, l),
-                           (float *)act_at(gpt, ACT_LN2_RSTD, l), N, C, gpt->stream);
+    be->layernorm_backward(dresid_at(gpt), dresid, gradient_at(gpt, GPT_LN2_W, l), gradient_at(gpt, GPT_LN2_B, l), work,
+                           dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID_MID, l), weight_at(gpt, GPT_LN2_W, l),
+                           (float *)act_at(gpt, ACT_LN2_MEAN, l), (float *)act_at(gpt, ACT_LN2_RSTD, l), N, C, gpt->stream);
 }
 
 /* The attention half: dresid is the gradient of resid_mid on entry, of the block's input on return. */
@@ -781,7 +795,7 @@ static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T, C = gpt->config.channels;
-    void *dresid = gpt->scratch + gpt->layout.dresid, *dnorm = gpt->scratch + gpt->layout.dnorm;
+    void *dresid = dresid_real_at(gpt), *dnorm = gpt->scratch + gpt->layout.dnorm;
     void *dqkv = gpt->scratch + gpt->layout.dqkv, *work = gpt->scratch + gpt->layout.work;
     be->linear_backward_weight(gradient_at(gpt, GPT_PROJ_W, l), gradient_at(gpt, GPT_PROJ_B, l), work, dresid,
                                act_at(gpt, ACT_ATT, l), N, C, C, gpt->stream);
@@ -790,9 +804,10 @@ static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
     be->linear_backward_weight(gradient_at(gpt, GPT_QKV_W, l), gradient_at(gpt, GPT_QKV_B, l), work, dqkv,
                                act_at(gpt, ACT_LN1, l), N, C, 3 * C, gpt->stream);
     be->linear_backward_input(dnorm, dqkv, weight_at(gpt, GPT_QKV_W, l), NULL, N, C, 3 * C, gpt->stream);
-    be->layernorm_backward(dresid, gradient_at(gpt, GPT_LN1_W, l), gradient_at(gpt, GPT_LN1_B, l), work, dnorm,
-                           act_at(gpt, ACT_RESID, l), weight_at(gpt, GPT_LN1_W, l), (float *)act_at(gpt, ACT_LN1_MEAN, l),
-                           (float *)act_at(gpt, ACT_LN1_RSTD, l), N, C, gpt->stream);
+    /* Below the first block no product reads dresid, only the embedding, in fp32. */
+    be->layernorm_backward(dresid_at(gpt), l ? dresid : NULL, gradient_at(gpt, GPT_LN1_W, l), gradient_at(gpt, GPT_LN1_B, l), work,
+                           dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID, l), weight_at(gpt, GPT_LN1_W, l),
+                           (float *)act_at(gpt, ACT_LN1_MEAN, l), (float *)act_at(gpt, ACT_LN1_RSTD, l), N, C, gpt->stream);
 }
 
 /* Forward and backward of the batch on the device. */
@@ -804,23 +819,22 @@ static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
     classify(gpt, N, dscale);
     if (dscale == 0) return;
 
-    void *dresid = gpt->scratch + gpt->layout.dresid, *work = gpt->scratch + gpt->layout.work;
-    be->zero(dresid, (size_t)(N * C) * be->element, gpt->stream);
-    be->layernorm_backward(dresid, gradient_at(gpt, GPT_LNF_W, 0), gradient_at(gpt, GPT_LNF_B, 0), work,
-                           gpt->scratch + gpt->layout.dnorm, act_at(gpt, ACT_RESID, gpt->config.layers),
-                           weight_at(gpt, GPT_LNF_W, 0), (float *)act_at(gpt, ACT_LNF_MEAN, 0),
-                           (float *)act_at(gpt, ACT_LNF_RSTD, 0), N, C, gpt->stream);
+    /* The stream ends in ln_f: nothing flows along beside it. */
+    be->layernorm_backward(dresid_at(gpt), dresid_real_at(gpt), gradient_at(gpt, GPT_LNF_W, 0), gradient_at(gpt, GPT_LNF_B, 0),
+                           gpt->scratch + gpt->layout.work, NULL, gpt->scratch + gpt->layout.dnorm,
+                           resid_at(gpt, ACT_RESID, gpt->config.layers), weight_at(gpt, GPT_LNF_W, 0),
+                           (float *)act_at(gpt, ACT_LNF_MEAN, 0), (float *)act_at(gpt, ACT_LNF_RSTD, 0), N, C, gpt->stream);
     for (int64_t l = gpt->config.layers - 1; l >= 0; l--) {
         if (gpt->options.recompute == GPT_RECOMPUTE_BLOCK) {
             block_start(gpt, l, N);
-            block_forward(gpt, l, B, T, act_at(gpt, ACT_RESID, l));
+            block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l));
         } else if (gpt->options.recompute == GPT_RECOMPUTE_GELU) {
             be->gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), 4 * N * C, gpt->stream);
         }
         mlp_backward(gpt, l, N);
         attention_half_backward(gpt, l, B, T);
     }
-    be->embedding_backward(gradient_at(gpt, GPT_WTE, 0), gradient_at(gpt, GPT_WPE, 0), dresid, batch_plan(gpt, N), B, T, C,
+    be->embedding_backward(gradient_at(gpt, GPT_WTE, 0), gradient_at(gpt, GPT_WPE, 0), dresid_at(gpt), batch_plan(gpt, N), B, T, C,
                            gpt->stream);
 }
 

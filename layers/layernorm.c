@@ -1,7 +1,7 @@
 /* layernorm.c - layer normalisation of rows, alone or after a residual sum, and its gradients.
  *
  *     norm = (x - mean) * rstd        out = norm * weight + bias
- *     g = dout * weight               dx += rstd * (g - mean(g) - norm * mean(g * norm))
+ *     g = dout * weight               dx = dresid + rstd * (g - mean(g) - norm * mean(g * norm))
  *     dweight += sum over rows of dout * norm          dbias += sum over rows of dout
  *
  * A row is read twice for its statistics (mean first, then the variance about it: no cancellation, however far the mean is
@@ -55,23 +55,23 @@ static void row_normalize(float *restrict out, float *mean, float *rstd, const f
     *rstd = factor;
 }
 
-void layernorm_forward_cpu(void *out, float *mean, float *rstd, const void *x, const void *weight, const void *bias,
+void layernorm_forward_cpu(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
                            int64_t N, int64_t C, Stream *stream)
 {
     (void)stream;
 #pragma omp parallel for schedule(static) if (N * C >= PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++)
-        row_normalize((float *)out + n * C, mean + n, rstd + n, (const float *)x + n * C, weight, bias, C);
+        row_normalize((float *)out + n * C, mean + n, rstd + n, x + n * C, weight, bias, C);
 }
 
-void residual_layernorm_forward_cpu(void *sum, void *out, float *mean, float *rstd, const void *x, const void *y,
+void residual_layernorm_forward_cpu(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
                                     const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream)
 {
     (void)stream;
 #pragma omp parallel for schedule(static) if (N * C >= PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++) {
-        const float *a = (const float *)x + n * C, *b = (const float *)y + n * C; /* (C) */
-        float *s = (float *)sum + n * C;                                          /* (C), may be a or b */
+        const float *a = x + n * C, *b = (const float *)y + n * C; /* (C) */
+        float *s = sum + n * C;                                    /* (C), may be a or b */
         int64_t i = 0;
         for (; i + WIDTH <= C; i += WIDTH) vector_store(s + i, vector_load(a + i) + vector_load(b + i));
         for (; i < C; i++) s[i] = a[i] + b[i];
@@ -87,9 +87,10 @@ static int64_t chunk_count(int64_t N) { return (N + chunk_rows(N) - 1) / chunk_r
 
 size_t layernorm_scratch_cpu(int64_t N, int64_t C) { return (size_t)(chunk_count(N) * 2 * C) * sizeof(float); }
 
-/* The gradient of one row: dx (C) +=, dweight (C) +=, dbias (C) +=. */
-static void row_backward(float *restrict dx, float *restrict dweight, float *restrict dbias, const float *restrict dout,
-                         const float *restrict x, const float *restrict weight, float mean, float rstd, int64_t C)
+/* The gradient of one row: dx (C) = dresid (C), which may be dx or NULL, + ..., dweight (C) +=, dbias (C) +=. */
+static void row_backward(float *dx, float *restrict dweight, float *restrict dbias, const float *dresid,
+                         const float *restrict dout, const float *restrict x, const float *restrict weight, float mean,
+                         float rstd, int64_t C)
 {
     Vector lanes_g = {0}, lanes_gn = {0};
     double sum_g = 0, sum_gn = 0;
@@ -109,24 +110,26 @@ static void row_backward(float *restrict dx, float *restrict dweight, float *res
     for (int64_t i = 0; i < whole; i += WIDTH) {
         Vector d = vector_load(dout + i), norm = (vector_load(x + i) - mean) * rstd;
         Vector dnorm = d * vector_load(weight + i) - mean_g - norm * mean_gn;
-        vector_store(dx + i, vector_load(dx + i) + dnorm * rstd);
+        vector_store(dx + i, dresid ? vector_load(dresid + i) + dnorm * rstd : dnorm * rstd);
         vector_store(dweight + i, vector_load(dweight + i) + d * norm);
         vector_store(dbias + i, vector_load(dbias + i) + d);
     }
     for (int64_t i = whole; i < C; i++) {
         float norm = (x[i] - mean) * rstd;
-        dx[i] += (dout[i] * weight[i] - mean_g - norm * mean_gn) * rstd;
+        dx[i] = (dresid ? dresid[i] : 0) + (dout[i] * weight[i] - mean_g - norm * mean_gn) * rstd;
         dweight[i] += dout[i] * norm;
         dbias[i] += dout[i];
     }
 }
 
-void layernorm_backward_cpu(void *dx, float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
-                            const void *weight, const float *mean, const float *rstd, int64_t N, int64_t C, Stream *stream)
+void layernorm_backward_cpu(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
+                            const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
+                            int64_t N, int64_t C, Stream *stream)
 {
     enum { COLUMNS = 64 };
     int64_t rows = chunk_rows(N), chunks = chunk_count(N);
     float *partial = scratch; /* (chunks, 2, C): dweight and dbias of each chunk of rows */
+    (void)rounded; /* dx itself or NULL: real is fp32 here */
     (void)stream;
 #pragma omp parallel if (N * C >= PARALLEL_MIN)
     {
@@ -135,7 +138,7 @@ void layernorm_backward_cpu(void *dx, float *dweight, float *dbias, void *scratc
             float *line = partial + k * 2 * C;
             memset(line, 0, (size_t)(2 * C) * sizeof(float));
             for (int64_t n = k * rows; n < cpu_min((k + 1) * rows, N); n++)
-                row_backward((float *)dx + n * C, line, line + C, (const float *)dout + n * C, (const float *)x + n * C,
+                row_backward(dx + n * C, line, line + C, dresid ? dresid + n * C : NULL, (const float *)dout + n * C, x + n * C,
                              weight, mean[n], rstd[n], C);
         }
 #pragma omp for schedule(static)

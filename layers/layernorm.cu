@@ -1,76 +1,87 @@
 /* layernorm.cu - layer normalisation on the GPU, alone or fused with the residual sum before it.
  *
- * Memory-bound, so the aim is to touch each byte once. A warp owns a row and keeps it in registers, as packs of 16 bytes:
+ * Memory-bound, so the aim is to touch each byte once. The stream x is fp32, what products read and write is Real; a lane
+ * moves 4 neighbouring elements of either (a quad: 16 bytes of fp32, 8 of bf16), and a row lies in registers:
  *
- *     row (C)   | lane 0 | lane 1 | ... | lane 31 | lane 0 | lane 1 | ...        PACKS packs a lane
+ *     row (C)   | lane 0 | lane 1 | ... | lane 31 | lane 0 | lane 1 | ...        QUADS quads a lane
  *
- * Forward: read x (and y), write their sum, mean, variance from registers (two passes there: no cancellation), write out.
- * Bytes a row: 2 C for the plain form, 4 C for the residual one.
+ * Forward: a warp owns a row. Read x (and y), write their sum, mean, variance from registers (two passes there: no
+ * cancellation), write out. Bytes an element, in bf16: 4 + 2, with the residual sum 4 + 2 + 4 + 2.
  *
- * Backward: with n = (x - mean) * rstd and g = dout * weight, dx += rstd * (g - mean(g) - n * mean(g n)): the row in
- * registers again. dweight += sum over rows of dout * n and dbias += sum of dout: each warp keeps its share of both in registers
- * over all the rows it walks, the warps of a block are added through shared memory, the blocks through `scratch`, always
- * in the same order: the same bits on every run, and no atomics. Source of the formulas: layernorm.c.
+ * Backward: with n = (x - mean) * rstd and g = dout * weight, dx = dresid + rstd * (g - mean(g) - n * mean(g n)): the row in
+ * registers again, of one warp or, where it is too wide, of a team of 2 or 4. Bytes an element, in bf16: 4 + 2 + 4 read, 4 + 2
+ * written. dweight += sum over rows of dout * n and dbias += sum of dout: each warp keeps its share of both in registers over
+ * all the rows it walks. One block a multiprocessor, of as many warps as registers allow: so no block waits for a second
+ * turn, and there are few shares to add up. The warps of a block are added through shared memory, the blocks through
+ * `scratch`, always in the same order: the same bits on every run, and no atomics. Source of the formulas: layernorm.c.
  *
- * Rows that are wider than the registers, or that do not divide into packs, take the general kernels: a block a row, single
+ * Rows that are wider than the registers, or that do not divide into quads, take the general kernels: a block a row, single
  * elements, the row read once more for each pass (from L2, mostly).
  */
 #include "layers/cuda.h"
 
 #define EPSILON 1e-5f
 
-enum { WARPS = 4, GENERAL_THREADS = 256, PARTIAL_BLOCKS = 1024, COLUMN_WARPS = 16 };
+enum { FORWARD_WARPS = 4, BACKWARD_WARPS = 16, GENERAL_THREADS = 256, GENERAL_BLOCKS = 64, COLUMN_WARPS = 16 };
 
-/* Widest row, in packs a lane, that the register kernels take. Backward holds two fp32 sums for each element of it. */
-enum { PACKS_MOST_FORWARD = 8, PACKS_MOST_BACKWARD = 4 };
+/* Most quads a lane that the register kernels hold. Backward has two fp32 sums beside each element of x, dout and dresid. */
+enum { QUADS_MOST_FORWARD = 16, QUADS_MOST_BACKWARD_FP32 = 4, QUADS_MOST_BACKWARD_BF16 = 5 };
+
+template <typename Real> using Quad = Pack<Real, 4>;
+
+/* Do rows of C elements divide into quads, of Real at reals, of fp32 at floats? Both are addresses or'ed together. */
+template <typename Real>
+static bool quads_fit(int64_t C, uintptr_t floats, uintptr_t reals)
+{
+    return C % 4 == 0 && floats % sizeof(Quad<float>) == 0 && reals % sizeof(Quad<Real>) == 0;
+}
 
 /* --- forward --------------------------------------------------------------------------------------------------------------- */
 
 /* sum = x + y (where RESIDUAL, else x is the row), out = layernorm(sum). A warp a row. */
-template <typename Real, int PACKS, bool RESIDUAL>
-__global__ void layernorm_forward_kernel(Real *sum, Real *out, float *mean, float *rstd, const Real *x, const Real *y,
+template <typename Real, int QUADS, bool RESIDUAL>
+__global__ void layernorm_forward_kernel(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y,
                                          const Real *weight, const Real *bias, int64_t N, int C)
 {
-    constexpr int WIDTH = PackWidth<Real>::value;
-    int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    int64_t row = (int64_t)blockIdx.x * FORWARD_WARPS + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
     if (row >= N) return;
-    float value[PACKS][WIDTH], total = 0;
+    Quad<float> value[QUADS];
+    Quad<Real> w[QUADS], b[QUADS]; /* asked for before the row's sums are waited for */
+    float total = 0;
 #pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        int c = (p * 32 + lane) * WIDTH;
-#pragma unroll
-        for (int i = 0; i < WIDTH; i++) value[p][i] = 0;
+    for (int q = 0; q < QUADS; q++) {
+        int c = (q * 32 + lane) * 4;
         if (c >= C) continue;
-        pack_load<Real, WIDTH>(value[p], x + row * C + c);
+        value[q] = *(const Quad<float> *)(x + row * C + c);
+        w[q] = *(const Quad<Real> *)(weight + c);
+        b[q] = *(const Quad<Real> *)(bias + c);
         if (RESIDUAL) {
-            float other[WIDTH];
-            pack_load<Real, WIDTH>(other, y + row * C + c);
+            Quad<Real> other = *(const Quad<Real> *)(y + row * C + c);
 #pragma unroll
-            for (int i = 0; i < WIDTH; i++) value[p][i] = to_float(from_float<Real>(value[p][i] + other[i]));
-            pack_store<Real, WIDTH>(sum + row * C + c, value[p]);
+            for (int i = 0; i < 4; i++) value[q].v[i] += to_float(other.v[i]);
+            *(Quad<float> *)(sum + row * C + c) = value[q];
         }
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++) total += value[p][i];
+        for (int i = 0; i < 4; i++) total += value[q].v[i];
     }
     float m = warp_sum(total) / (float)C, square = 0;
 #pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        if ((p * 32 + lane) * WIDTH >= C) continue;
+    for (int q = 0; q < QUADS; q++) {
+        if ((q * 32 + lane) * 4 >= C) continue;
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++) square += (value[p][i] - m) * (value[p][i] - m);
+        for (int i = 0; i < 4; i++) square += (value[q].v[i] - m) * (value[q].v[i] - m);
     }
     float s = 1.0f / sqrtf(warp_sum(square) / (float)C + EPSILON);
 #pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        int c = (p * 32 + lane) * WIDTH;
+    for (int q = 0; q < QUADS; q++) {
+        int c = (q * 32 + lane) * 4;
         if (c >= C) continue;
-        float w[WIDTH], b[WIDTH];
-        pack_load<Real, WIDTH>(w, weight + c);
-        pack_load<Real, WIDTH>(b, bias + c);
+        Quad<Real> normed;
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++) value[p][i] = (value[p][i] - m) * s * w[i] + b[i];
-        pack_store<Real, WIDTH>(out + row * C + c, value[p]);
+        for (int i = 0; i < 4; i++)
+            normed.v[i] = from_float<Real>((value[q].v[i] - m) * s * to_float(w[q].v[i]) + to_float(b[q].v[i]));
+        *(Quad<Real> *)(out + row * C + c) = normed;
     }
     if (lane == 0) {
         mean[row] = m;
@@ -80,201 +91,234 @@ __global__ void layernorm_forward_kernel(Real *sum, Real *out, float *mean, floa
 
 /* The same for any C and alignment: a block a row. */
 template <typename Real, bool RESIDUAL>
-__global__ void layernorm_forward_general_kernel(Real *sum, Real *out, float *mean, float *rstd, const Real *x, const Real *y,
+__global__ void layernorm_forward_general_kernel(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y,
                                                  const Real *weight, const Real *bias, int64_t C)
 {
     SHARED(float, room, 32);
     int64_t row = blockIdx.x;
-    const Real *in = RESIDUAL ? sum + row * C : x + row * C;
+    const float *in = RESIDUAL ? sum + row * C : x + row * C;
     float total = 0, square = 0;
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        float value = to_float(x[row * C + c]);
+        float value = x[row * C + c];
         if (RESIDUAL) {
-            Real rounded = from_float<Real>(value + to_float(y[row * C + c]));
-            sum[row * C + c] = rounded;
-            value = to_float(rounded);
+            value += to_float(y[row * C + c]);
+            sum[row * C + c] = value;
         }
         total += value;
     }
     float m = block_sum(total, room) / (float)C;
-    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        float centred = to_float(in[c]) - m;
-        square += centred * centred;
-    }
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) square += (in[c] - m) * (in[c] - m);
     float s = 1.0f / sqrtf(block_sum(square, room) / (float)C + EPSILON);
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x)
-        out[row * C + c] = from_float<Real>((to_float(in[c]) - m) * s * to_float(weight[c]) + to_float(bias[c]));
+        out[row * C + c] = from_float<Real>((in[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
     if (threadIdx.x == 0) {
         mean[row] = m;
         rstd[row] = s;
     }
 }
 
-/* Packs a lane for rows of C: 1, 2, 3, 4, 6 or 8, or 0 where the registers do not hold them. */
-template <typename Real>
-static int packs_for(int64_t C, int most)
-{
-    int64_t packs = (C + 32 * PackWidth<Real>::value - 1) / (32 * PackWidth<Real>::value);
-    if (packs > most) return 0;
-    return packs <= 4 ? (int)packs : packs <= 6 ? 6 : 8;
-}
+/* Quads a lane for rows of C that `lanes` lanes share. */
+static int quads_for(int64_t C, int64_t lanes) { return (int)((C + 4 * lanes - 1) / (4 * lanes)); }
 
 template <typename Real, bool RESIDUAL>
-static void forward(Real *sum, Real *out, float *mean, float *rstd, const Real *x, const Real *y, const Real *weight,
+static void forward(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y, const Real *weight,
                     const Real *bias, int64_t N, int64_t C, Stream *stream)
 {
-    bool fits = packs_fit<Real>(C, x, out, weight, bias) && packs_fit<Real>(C, sum, y);
-    unsigned grid = blocks_for(N, WARPS);
-#define FORWARD(P)                                                                                                          \
-    case P:                                                                                                                 \
-        LAUNCH(KERNEL(layernorm_forward_kernel<Real, P, RESIDUAL>), grid, 32 * WARPS, 0, stream, sum, out, mean, rstd, x, y, weight, \
-               bias, N, (int)C);                                                                                            \
-        break
-    switch (fits ? packs_for<Real>(C, PACKS_MOST_FORWARD) : 0) {
-        FORWARD(1);
-        FORWARD(2);
-        FORWARD(3);
-        FORWARD(4);
-        FORWARD(6);
-        FORWARD(8);
-    default:
-        LAUNCH(KERNEL(layernorm_forward_general_kernel<Real, RESIDUAL>), (unsigned)N, GENERAL_THREADS, 0, stream, sum, out, mean, rstd,
-               x, y, weight, bias, C);
+    int quads = quads_for(C, 32);
+    unsigned grid = blocks_for(N, FORWARD_WARPS);
+    if (!quads_fit<Real>(C, (uintptr_t)sum | (uintptr_t)x, (uintptr_t)out | (uintptr_t)y | (uintptr_t)weight | (uintptr_t)bias))
+        quads = QUADS_MOST_FORWARD + 1;
+#define FORWARD(Q)                                                                                                          \
+    if (quads <= Q) {                                                                                                       \
+        LAUNCH(KERNEL(layernorm_forward_kernel<Real, Q, RESIDUAL>), grid, 32 * FORWARD_WARPS, 0, stream, sum, out, mean,    \
+               rstd, x, y, weight, bias, N, (int)C);                                                                        \
+        return;                                                                                                             \
     }
+    FORWARD(1)
+    FORWARD(2)
+    FORWARD(3)
+    FORWARD(4)
+    FORWARD(6)
+    FORWARD(8)
+    FORWARD(10)
+    FORWARD(13)
+    FORWARD(QUADS_MOST_FORWARD)
 #undef FORWARD
+    LAUNCH(KERNEL(layernorm_forward_general_kernel<Real, RESIDUAL>), (unsigned)N, GENERAL_THREADS, 0, stream, sum, out, mean, rstd, x, y,
+           weight, bias, C);
 }
 
 template <typename Real>
-void layernorm_forward_cuda(void *out, float *mean, float *rstd, const void *x, const void *weight, const void *bias, int64_t N,
+void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias, int64_t N,
                             int64_t C, Stream *stream)
 {
-    forward<Real, false>(NULL, (Real *)out, mean, rstd, (const Real *)x, NULL, (const Real *)weight, (const Real *)bias, N, C, stream);
+    forward<Real, false>(NULL, (Real *)out, mean, rstd, x, NULL, (const Real *)weight, (const Real *)bias, N, C, stream);
 }
 
 template <typename Real>
-void residual_layernorm_forward_cuda(void *sum, void *out, float *mean, float *rstd, const void *x, const void *y,
+void residual_layernorm_forward_cuda(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
                                      const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream)
 {
-    forward<Real, true>((Real *)sum, (Real *)out, mean, rstd, (const Real *)x, (const Real *)y, (const Real *)weight,
-                        (const Real *)bias, N, C, stream);
+    forward<Real, true>(sum, (Real *)out, mean, rstd, x, (const Real *)y, (const Real *)weight, (const Real *)bias, N, C, stream);
 }
 
 /* --- backward -------------------------------------------------------------------------------------------------------------- */
 
-/* A pack as it lies in memory, and its elements as fp32. */
-template <typename Real> using RawPack = Pack<Real, PackWidth<Real>::value>;
-
+/* What the backward kernels read and write: see layernorm_backward in backend.h. */
 template <typename Real>
-__device__ __forceinline__ float raw_at(const RawPack<Real> &pack, int i) { return to_float(pack.v[i]); }
+struct Backward {
+    float *dx;           /* (N,C) */
+    Real *rounded;       /* (N,C) or NULL */
+    const float *dresid; /* (N,C) or NULL */
+    const Real *dout;    /* (N,C) */
+    const float *x;      /* (N,C) */
+    const Real *weight;  /* (C) */
+    const float *mean, *rstd; /* (N) */
+    int64_t N;
+    int C;
+};
 
-/* dx += ...; partial (gridDim.x, 2, C) = this block's dweight and dbias. Warps walk the rows in strides. All loads of a row are under way
- * before the first is used, and stay packed until then: the sums for dweight and dbias leave few registers for anything else. */
-template <typename Real, int PACKS>
-__global__ void __launch_bounds__(32 * WARPS)
-layernorm_backward_kernel(Real *dx, float *partial, const Real *dout, const Real *x, const Real *weight, const float *mean,
-                          const float *rstd, int64_t N, int C)
+/* dx and rounded; partial (gridDim.x, 2, C) = this block's dweight and dbias. TEAM warps share a row, a block's teams walk the rows in
+ * strides. All loads of a row are under way before the first is used, and dout stays packed until then: the sums for dweight and
+ * dbias leave few registers for anything else. Dynamic shared memory: (BACKWARD_WARPS / TEAM) * C floats for those sums in the end,
+ * and behind them the weights (C) and, for the sums over a row, 2 * 2 * BACKWARD_WARPS floats. */
+template <typename Real, int QUADS, int TEAM>
+__global__ void __launch_bounds__(32 * BACKWARD_WARPS, 1)
+layernorm_backward_kernel(float *partial, const Backward<Real> a)
 {
-    constexpr int WIDTH = PackWidth<Real>::value;
-    Shared<float> sums = shared_dynamic<float>(0, 2 * (size_t)C); /* dweight (C), dbias (C) of the block */
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float dw[PACKS][WIDTH], db[PACKS][WIDTH];
+    constexpr int TEAMS = BACKWARD_WARPS / TEAM;
+    const int C = a.C, warp = threadIdx.x / 32, team = warp / TEAM, lane = threadIdx.x % (32 * TEAM);
+    Shared<float> sums = shared_dynamic<float>(0, (size_t)TEAMS * C);
+    Shared<float> weights = shared_dynamic<float>((size_t)TEAMS * C * sizeof(float), (size_t)C);
+    Shared<float> halves = shared_dynamic<float>((size_t)(TEAMS + 1) * C * sizeof(float), 4 * BACKWARD_WARPS);
+    Quad<float> dw[QUADS], db[QUADS];
 #pragma unroll
-    for (int p = 0; p < PACKS; p++)
+    for (int q = 0; q < QUADS; q++)
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++) dw[p][i] = db[p][i] = 0;
+        for (int i = 0; i < 4; i++) dw[q].v[i] = db[q].v[i] = 0;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) weights[c] = to_float(a.weight[c]);
+    __syncthreads();
 
-    for (int64_t row = (int64_t)blockIdx.x * WARPS + warp; row < N; row += (int64_t)gridDim.x * WARPS) {
-        RawPack<Real> in[PACKS], gradient[PACKS], old[PACKS];
-        float m = mean[row], s = rstd[row], sum_g = 0, sum_gn = 0;
+    int turn = 0; /* which of two sets of halves */
+    for (int64_t first = (int64_t)blockIdx.x * TEAMS; first < a.N; first += (int64_t)gridDim.x * TEAMS, turn ^= 1) {
+        int64_t row = first + team, at = row * C;
+        if (TEAM == 1 && row >= a.N) break;
+        const int end = row < a.N ? C : 0; /* a team without a row goes through the motions: its partners wait for it */
+        float m = end ? a.mean[row] : 0.0f, s = end ? a.rstd[row] : 0.0f, sum_g = 0, sum_gn = 0;
+        Quad<float> norm[QUADS], old[QUADS];
+        Quad<Real> gradient[QUADS];
 #pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            int c = (p * 32 + lane) * WIDTH;
-            if (c >= C) continue;
-            in[p] = *(const RawPack<Real> *)(x + row * C + c);
-            gradient[p] = *(const RawPack<Real> *)(dout + row * C + c);
-            old[p] = *(const RawPack<Real> *)(dx + row * C + c);
+        for (int q = 0; q < QUADS; q++) {
+            int c = (q * 32 * TEAM + lane) * 4;
+            if (c >= end) continue;
+            norm[q] = *(const Quad<float> *)(a.x + at + c);
+            gradient[q] = *(const Quad<Real> *)(a.dout + at + c);
+            if (a.dresid) old[q] = *(const Quad<float> *)(a.dresid + at + c);
+            else old[q].v[0] = old[q].v[1] = old[q].v[2] = old[q].v[3] = 0;
         }
 #pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            int c = (p * 32 + lane) * WIDTH;
-            if (c >= C) continue;
-            RawPack<Real> w = *(const RawPack<Real> *)(weight + c);
+        for (int q = 0; q < QUADS; q++) {
+            int c = (q * 32 * TEAM + lane) * 4;
+            if (c >= end) continue;
+            Quad<float> w = shared_load<Quad<float>>(weights + c);
 #pragma unroll
-            for (int i = 0; i < WIDTH; i++) {
-                float norm = (raw_at<Real>(in[p], i) - m) * s, d = raw_at<Real>(gradient[p], i), g = d * raw_at<Real>(w, i);
-                dw[p][i] += d * norm;
-                db[p][i] += d;
+            for (int i = 0; i < 4; i++) {
+                float d = to_float(gradient[q].v[i]), g = d * w.v[i], n = (norm[q].v[i] - m) * s;
+                norm[q].v[i] = n;
+                dw[q].v[i] += d * n;
+                db[q].v[i] += d;
                 sum_g += g;
-                sum_gn += g * norm;
+                sum_gn += g * n;
             }
         }
-        sum_g = warp_sum(sum_g) / (float)C;
-        sum_gn = warp_sum(sum_gn) / (float)C;
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            int c = (p * 32 + lane) * WIDTH;
-            if (c >= C) continue;
-            RawPack<Real> w = *(const RawPack<Real> *)(weight + c);
-            float updated[WIDTH];
-#pragma unroll
-            for (int i = 0; i < WIDTH; i++) {
-                float norm = (raw_at<Real>(in[p], i) - m) * s, g = raw_at<Real>(gradient[p], i) * raw_at<Real>(w, i);
-                updated[i] = raw_at<Real>(old[p], i) + s * (g - sum_g - norm * sum_gn);
+        sum_g = warp_sum(sum_g);
+        sum_gn = warp_sum(sum_gn);
+        if (TEAM > 1) { /* a set of halves is written again after two barriers: all have read it by then */
+            Shared<float> set = halves + turn * 2 * BACKWARD_WARPS;
+            if (threadIdx.x % 32 == 0) {
+                set[2 * warp] = sum_g;
+                set[2 * warp + 1] = sum_gn;
             }
-            pack_store<Real, WIDTH>(dx + row * C + c, updated);
+            __syncthreads();
+            sum_g = sum_gn = 0;
+#pragma unroll
+            for (int i = 0; i < TEAM; i++) {
+                sum_g += set[2 * (team * TEAM + i)];
+                sum_gn += set[2 * (team * TEAM + i) + 1];
+            }
+        }
+        float shift = -s * (sum_g / (float)C), slope = -s * (sum_gn / (float)C);
+#pragma unroll
+        for (int q = 0; q < QUADS; q++) {
+            int c = (q * 32 * TEAM + lane) * 4;
+            if (c >= end) continue;
+            Quad<float> w = shared_load<Quad<float>>(weights + c);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float g = to_float(gradient[q].v[i]) * w.v[i];
+                old[q].v[i] = fmaf(norm[q].v[i], slope, fmaf(g, s, old[q].v[i] + shift));
+            }
+            *(Quad<float> *)(a.dx + at + c) = old[q];
+            if (sizeof(Real) < sizeof(float) && a.rounded) {
+                Quad<Real> copy;
+#pragma unroll
+                for (int i = 0; i < 4; i++) copy.v[i] = from_float<Real>(old[q].v[i]);
+                *(Quad<Real> *)(a.rounded + at + c) = copy;
+            }
         }
     }
 
-    for (int turn = 0; turn < WARPS; turn++) { /* warp after warp adds its share: one order, whatever the timing */
-        if (warp == turn)
-#pragma unroll
-            for (int p = 0; p < PACKS; p++)
-#pragma unroll
-                for (int i = 0; i < WIDTH; i++) {
-                    int c = (p * 32 + lane) * WIDTH + i;
-                    if (c >= C) continue;
-                    sums[c] = (turn ? (float)sums[c] : 0.0f) + dw[p][i];
-                    sums[C + c] = (turn ? (float)sums[C + c] : 0.0f) + db[p][i];
-                }
+    for (int half = 0; half < 2; half++) { /* dweight, then dbias: each thread adds the teams' shares of some channels */
         __syncthreads();
+#pragma unroll
+        for (int q = 0; q < QUADS; q++) {
+            int c = (q * 32 * TEAM + lane) * 4;
+            if (c < C) shared_store(sums + team * C + c, half ? db[q] : dw[q]);
+        }
+        __syncthreads();
+        for (int c = threadIdx.x; c < C; c += blockDim.x) {
+            float total = 0;
+#pragma unroll
+            for (int t = 0; t < TEAMS; t++) total += sums[t * C + c];
+            partial[((int64_t)blockIdx.x * 2 + half) * C + c] = total;
+        }
     }
-    for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) partial[(int64_t)blockIdx.x * 2 * C + c] = sums[c];
 }
 
-/* dx += ... for any C: a block a row. */
+/* dx and rounded for any C: a block a row. */
 template <typename Real>
-__global__ void layernorm_backward_general_kernel(Real *dx, const Real *dout, const Real *x, const Real *weight, const float *mean,
-                                                  const float *rstd, int64_t C)
+__global__ void layernorm_backward_general_kernel(const Backward<Real> a)
 {
     SHARED(float, room, 32);
-    int64_t row = blockIdx.x;
-    float m = mean[row], s = rstd[row], sum_g = 0, sum_gn = 0;
+    const int64_t C = a.C, at = blockIdx.x * C;
+    float m = a.mean[blockIdx.x], s = a.rstd[blockIdx.x], sum_g = 0, sum_gn = 0;
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        float g = to_float(dout[row * C + c]) * to_float(weight[c]);
+        float g = to_float(a.dout[at + c]) * to_float(a.weight[c]);
         sum_g += g;
-        sum_gn += g * (to_float(x[row * C + c]) - m) * s;
+        sum_gn += g * (a.x[at + c] - m) * s;
     }
     sum_g = block_sum(sum_g, room) / (float)C;
     sum_gn = block_sum(sum_gn, room) / (float)C;
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        float g = to_float(dout[row * C + c]) * to_float(weight[c]), norm = (to_float(x[row * C + c]) - m) * s;
-        dx[row * C + c] = from_float<Real>(to_float(dx[row * C + c]) + s * (g - sum_g - norm * sum_gn));
+        float g = to_float(a.dout[at + c]) * to_float(a.weight[c]), norm = (a.x[at + c] - m) * s;
+        float value = (a.dresid ? a.dresid[at + c] : 0.0f) + s * (g - sum_g - norm * sum_gn);
+        a.dx[at + c] = value;
+        if (sizeof(Real) < sizeof(float) && a.rounded) a.rounded[at + c] = from_float<Real>(value);
     }
 }
 
 /* partial (gridDim.y, 2, C): this block's rows, for 32 columns; threads (32, 8). */
 template <typename Real>
-__global__ void layernorm_columns_kernel(float *partial, const Real *dout, const Real *x, const float *mean, const float *rstd,
-                                         int64_t N, int64_t C)
+__global__ void layernorm_columns_kernel(float *partial, const Backward<Real> a)
 {
     SHARED(float, dw, 8 * 32);
     SHARED(float, db, 8 * 32);
-    int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
+    const int64_t C = a.C, c = (int64_t)blockIdx.x * 32 + threadIdx.x;
     float w = 0, b = 0;
     if (c < C)
-        for (int64_t row = (int64_t)blockIdx.y * 8 + threadIdx.y; row < N; row += (int64_t)gridDim.y * 8) {
-            float g = to_float(dout[row * C + c]);
-            w += g * (to_float(x[row * C + c]) - mean[row]) * rstd[row];
+        for (int64_t row = (int64_t)blockIdx.y * 8 + threadIdx.y; row < a.N; row += (int64_t)gridDim.y * 8) {
+            float g = to_float(a.dout[row * C + c]);
+            w += g * (a.x[row * C + c] - a.mean[row]) * a.rstd[row];
             b += g;
         }
     dw[threadIdx.y * 32 + threadIdx.x] = w;
@@ -312,49 +356,73 @@ void columns_add_cuda(float *a, float *b, const float *src, int64_t rows, int64_
     LAUNCH(columns_add_kernel, dim3(blocks_for(n, 32), b ? 2 : 1), dim3(32, COLUMN_WARPS), 0, stream, a, b, src, rows, n, stride);
 }
 
+/* Blocks of the backward kernels, at most: scratch has two rows for each. */
+enum { BACKWARD_BLOCKS = 1024 };
+
 size_t layernorm_scratch_cuda(int64_t N, int64_t C)
 {
     (void)N;
-    return (size_t)PARTIAL_BLOCKS * 2 * (size_t)C * sizeof(float);
+    return (size_t)BACKWARD_BLOCKS * 2 * (size_t)C * sizeof(float);
+}
+
+/* Launches the register kernel where there is one for rows of C; returns its blocks, 0 where there is none. */
+template <typename Real>
+static unsigned backward_registers(float *partial, const Backward<Real> &a, Stream *stream)
+{
+    constexpr int MOST = sizeof(Real) == 2 ? (int)QUADS_MOST_BACKWARD_BF16 : (int)QUADS_MOST_BACKWARD_FP32;
+    uintptr_t floats = (uintptr_t)a.dx | (uintptr_t)a.dresid | (uintptr_t)a.x, reals = (uintptr_t)a.dout | (uintptr_t)a.rounded;
+    int team = 1;
+    while (team < 4 && quads_for(a.C, 32 * team) > MOST) team *= 2;
+    int quads = quads_for(a.C, 32 * team);
+    if (quads > MOST || !quads_fit<Real>(a.C, floats, reals)) return 0;
+    unsigned blocks = blocks_for(a.N, BACKWARD_WARPS / team), most = (unsigned)stream->processors;
+    if (most > BACKWARD_BLOCKS) most = BACKWARD_BLOCKS;
+    if (blocks > most) blocks = most;
+    size_t shared = ((size_t)(BACKWARD_WARPS / team + 1) * (size_t)a.C + 4 * BACKWARD_WARPS) * sizeof(float);
+#define BACKWARD(Q, TEAM) /* more than MOST is compiled as MOST, and never chosen */                                        \
+    if (quads == Q && team == TEAM)                                                                                         \
+        LAUNCH(KERNEL(layernorm_backward_kernel<Real, (Q < MOST ? Q : MOST), TEAM>), blocks, 32 * BACKWARD_WARPS, shared, stream, partial, a);
+    BACKWARD(1, 1)
+    BACKWARD(2, 1)
+    BACKWARD(3, 1)
+    BACKWARD(4, 1)
+    BACKWARD(5, 1)
+    BACKWARD(6, 1)
+    BACKWARD(3, 2) /* a team of 2 has rows of more than 128 * MOST: of 3 quads a lane or more, as has one of 4 */
+    BACKWARD(4, 2)
+    BACKWARD(5, 2)
+    BACKWARD(6, 2)
+    BACKWARD(3, 4)
+    BACKWARD(4, 4)
+    BACKWARD(5, 4)
+    BACKWARD(6, 4)
+#undef BACKWARD
+    return blocks;
 }
 
 template <typename Real>
-void layernorm_backward_cuda(void *dx_, float *dweight, float *dbias, void *scratch, const void *dout_, const void *x_,
-                             const void *weight_, const float *mean, const float *rstd, int64_t N, int64_t C, Stream *stream)
+void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
+                             const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
+                             int64_t N, int64_t C, Stream *stream)
 {
-    Real *dx = (Real *)dx_;
-    const Real *dout = (const Real *)dout_, *x = (const Real *)x_, *weight = (const Real *)weight_;
+    const Backward<Real> a = {dx, (Real *)rounded, dresid, (const Real *)dout, x, (const Real *)weight, mean, rstd, N, (int)C};
     float *partial = (float *)scratch;
     if (N < 1) return;
-    unsigned most = stream->processors * 4 < PARTIAL_BLOCKS ? (unsigned)stream->processors * 4 : (unsigned)PARTIAL_BLOCKS;
-    unsigned blocks = blocks_for(N, 2 * WARPS) < most ? blocks_for(N, 2 * WARPS) : most;
-#define BACKWARD(P)                                                                                                         \
-    case P: /* wider ones than the registers hold are compiled as the widest that fits, and never chosen */                \
-        LAUNCH(KERNEL(layernorm_backward_kernel<Real, (P < MOST ? P : MOST)>), blocks, 32 * WARPS, 2 * (size_t)C * sizeof(float), stream, dx, partial, dout, x, \
-               weight, mean, rstd, N, (int)C);                                                                              \
-        break
-    constexpr int MOST = PACKS_MOST_BACKWARD * (int)sizeof(Real) / 2;
-    switch (packs_fit<Real>(C, dx, dout, x, weight) ? packs_for<Real>(C, MOST) : 0) {
-        BACKWARD(1);
-        BACKWARD(2);
-        BACKWARD(3);
-        BACKWARD(4);
-        BACKWARD(6);
-        BACKWARD(8);
-    default:
-        blocks = blocks_for(N, 64) < 64 ? blocks_for(N, 64) : 64;
-        LAUNCH(layernorm_backward_general_kernel<Real>, (unsigned)N, GENERAL_THREADS, 0, stream, dx, dout, x, weight, mean, rstd, C);
-        LAUNCH(layernorm_columns_kernel<Real>, dim3(blocks_for(C, 32), blocks), dim3(32, 8), 0, stream, partial, dout, x, mean, rstd, N, C);
+    unsigned blocks = backward_registers<Real>(partial, a, stream);
+    if (!blocks) {
+        blocks = blocks_for(N, 64);
+        if (blocks > GENERAL_BLOCKS) blocks = GENERAL_BLOCKS;
+        LAUNCH(layernorm_backward_general_kernel<Real>, (unsigned)N, GENERAL_THREADS, 0, stream, a);
+        LAUNCH(layernorm_columns_kernel<Real>, dim3(blocks_for(C, 32), blocks), dim3(32, 8), 0, stream, partial, a);
     }
-#undef BACKWARD
     columns_add_cuda(dweight, dbias, partial, blocks, C, 2 * C, stream);
 }
 
 #define INSTANTIATE(Real)                                                                                                   \
-    template void layernorm_forward_cuda<Real>(void *, float *, float *, const void *, const void *, const void *, int64_t, int64_t, Stream *); \
-    template void residual_layernorm_forward_cuda<Real>(void *, void *, float *, float *, const void *, const void *, const void *, \
+    template void layernorm_forward_cuda<Real>(void *, float *, float *, const float *, const void *, const void *, int64_t, int64_t, Stream *); \
+    template void residual_layernorm_forward_cuda<Real>(float *, void *, float *, float *, const float *, const void *, const void *, \
                                                         const void *, int64_t, int64_t, Stream *);                          \
-    template void layernorm_backward_cuda<Real>(void *, float *, float *, void *, const void *, const void *, const void *, const float *, \
-                                                const float *, int64_t, int64_t, Stream *);
+    template void layernorm_backward_cuda<Real>(float *, void *, float *, float *, void *, const float *, const void *, const float *, \
+                                                const void *, const float *, const float *, int64_t, int64_t, Stream *);
 INSTANTIATE(float)
 INSTANTIATE(__nv_bfloat16)

@@ -1,7 +1,8 @@
 /* test_cuda_layers.c - every operation of the GPU backends against its CPU twin, at odd shapes.
  *
  * Inputs are random, shifted off zero mean, and rounded to the backend's type first, so that both compute from the same
- * numbers. Results may differ by the order of fp32 sums, and where they are bf16 by one rounding. Outputs that are
+ * numbers. Results may differ by the order of fp32 sums, and where they are bf16 by one rounding; what is fp32 on a bf16
+ * backend (the residual stream, statistics, gradients) keeps the fp32 bound, or says why not. Outputs that are
  * overwritten are filled with NaN before; those that accumulate start from random values. Guard bands after each buffer are
  * checked. Each operation runs twice, and the second time must give the same bits.
  *
@@ -37,7 +38,8 @@ static uint64_t seed = 1;
 /* One tensor in three places: the host, the CPU backend's memory (fp32), the GPU's (real, or fp32 where it says so). */
 typedef struct Tensor {
     int64_t n;
-    int fp32;      /* statistics and gradients */
+    int fp32;      /* the residual stream, statistics and gradients */
+    int coarse;    /* fp32, but computed by bf16 products or with fast exponentials: keeps the bf16 bound of sums only */
     double terms;  /* size of the numbers it is summed from, where that is more than its own */
     float *start;  /* (n) what both begin with */
     float *cpu;    /* (n) */
@@ -119,8 +121,8 @@ static double worst; /* of the running program: error over what was allowed */
 static void tensor_check(const Tensor *t, const char *name, float *first)
 {
     float *got = tensor_read(t);
-    double largest = t->terms, round = t->fp32 && gpu->dtype == DTYPE_BF16 ? 0 : BOUNDS[gpu->dtype].round;
-    double sum = BOUNDS[gpu->dtype].sum + (rounded_twice ? BOUNDS[gpu->dtype].twice : 0);
+    double largest = t->terms, round = t->fp32 ? 0 : BOUNDS[gpu->dtype].round;
+    double sum = BOUNDS[t->fp32 && !t->coarse ? DTYPE_FP32 : gpu->dtype].sum + (rounded_twice ? BOUNDS[gpu->dtype].twice : 0);
     for (int64_t i = 0; i < t->n; i++)
         if (isfinite(t->cpu[i])) largest = fmax(largest, fabs((double)t->cpu[i]));
     for (int64_t i = 0; i < t->n; i++) {
@@ -171,47 +173,67 @@ static void free_all(Tensor **tensors, size_t count)
 }
 #define FREE(...) do { Tensor *list[] = {__VA_ARGS__}; free_all(list, sizeof list / sizeof *list); } while (0)
 
-/* The CPU's residual_layernorm_forward, the sum rounded to the GPU's type before it is normalised, as the GPU keeps it. */
-static void residual_layernorm_rounded(Tensor *sum, float *out, float *mean, float *rstd, const float *x, const float *y,
-                                       const float *w, const float *b, int64_t N, int64_t C)
+/* Both ways to call layernorm_backward that the model has: dx over dresid with a rounded copy, and dx alone, with neither. The copy is
+ * exactly dx rounded. */
+static void test_layernorm_backward(Tensor *x, Tensor *w, Tensor *mean, Tensor *rstd, int64_t N, int64_t C)
 {
-    for (int64_t i = 0; i < N * C; i++) sum->cpu[i] = gpu->dtype == DTYPE_BF16 ? bf16_round(x[i] + y[i]) : x[i] + y[i];
-    cpu->layernorm_forward(out, mean, rstd, sum->cpu, w, b, N, C, cpu_stream);
+    Tensor dx = tensor_new(N * C, 1, RANDOM, 1), alone = tensor_new(N * C, 1, NOTHING, 0), dout = tensor_new(N * C, 0, RANDOM, 1);
+    Tensor rounded = tensor_new(N * C, 0, NOTHING, 0);
+    Tensor dw = tensor_new(C, 1, RANDOM, 1), db = tensor_new(C, 1, RANDOM, 1);
+    void *scratch = scratch_new(gpu->layernorm_scratch(N, C)), *cpu_scratch = malloc(cpu->layernorm_scratch(N, C) + 16);
+    /* dx is rstd times a difference: of narrow rows, whose variance may be near 0, it cancels most of what is subtracted; and
+     * the normalised x of the terms of dweight is at most sqrt(C). */
+    dx.terms = alone.terms = largest_of(rstd->start, N) * largest_of(dout.start, N * C) * largest_of(w->start, C);
+    dw.terms = largest_of(rstd->start, N) * largest_of(dout.start, N * C);
+    Output with[] = {{&dx, "dx"}, {&dw, "dweight"}, {&db, "dbias"}}, without[] = {{&alone, "dx without dresid"}, {&dw, "dweight"}};
+    void *copy = gpu->dtype == DTYPE_FP32 ? dx.gpu : rounded.gpu;
+    COMPARE(with,
+            cpu->layernorm_backward(dx.cpu, NULL, dw.cpu, db.cpu, cpu_scratch, dx.cpu, dout.cpu, x->cpu, w->cpu, mean->cpu,
+                                    rstd->cpu, N, C, cpu_stream),
+            gpu->layernorm_backward(dx.gpu, copy, dw.gpu, db.gpu, scratch, dx.gpu, dout.gpu, x->gpu, w->gpu, mean->gpu,
+                                    rstd->gpu, N, C, gpu_stream));
+    if (gpu->dtype == DTYPE_BF16) {
+        float *exact = tensor_read(&dx), *got = tensor_read(&rounded);
+        for (int64_t i = 0; i < N * C; i++)
+            if (!CHECK(got[i] == bf16_round(exact[i]), "the copy[%lld] is %.9g of %.9g", (long long)i, (double)got[i], (double)exact[i]))
+                break;
+        free(exact);
+        free(got);
+    }
+    tensor_reset(&dw);
+    tensor_reset(&db);
+    COMPARE(without,
+            cpu->layernorm_backward(alone.cpu, NULL, dw.cpu, db.cpu, cpu_scratch, NULL, dout.cpu, x->cpu, w->cpu, mean->cpu,
+                                    rstd->cpu, N, C, cpu_stream),
+            gpu->layernorm_backward(alone.gpu, NULL, dw.gpu, db.gpu, scratch, NULL, dout.gpu, x->gpu, w->gpu, mean->gpu,
+                                    rstd->gpu, N, C, gpu_stream));
+    gpu->free(scratch, gpu_stream);
+    free(cpu_scratch);
+    FREE(&dx, &alone, &dout, &rounded, &dw, &db);
 }
 
 static void test_layernorm(int64_t N, int64_t C)
 {
     TEST("%s layernorm N%lld C%lld", gpu->name, (long long)N, (long long)C);
-    Tensor x = tensor_new(N * C, 0, RANDOM, 2), y = tensor_new(N * C, 0, RANDOM, 2);
+    Tensor x = tensor_new(N * C, 1, RANDOM, 2), y = tensor_new(N * C, 0, RANDOM, 2);
     Tensor w = tensor_new(C, 0, RANDOM, 1), b = tensor_new(C, 0, RANDOM, 1);
-    Tensor sum = tensor_new(N * C, 0, NOTHING, 0), out = tensor_new(N * C, 0, NOTHING, 0);
+    Tensor sum = tensor_new(N * C, 1, NOTHING, 0), out = tensor_new(N * C, 0, NOTHING, 0);
     Tensor mean = tensor_new(N, 1, NOTHING, 0), rstd = tensor_new(N, 1, NOTHING, 0);
     Output forward[] = {{&out, "out"}, {&mean, "mean"}, {&rstd, "rstd"}};
     Output fused[] = {{&sum, "sum"}, {&out, "out"}, {&mean, "mean"}, {&rstd, "rstd"}};
     COMPARE(forward, cpu->layernorm_forward(out.cpu, mean.cpu, rstd.cpu, x.cpu, w.cpu, b.cpu, N, C, cpu_stream),
             gpu->layernorm_forward(out.gpu, mean.gpu, rstd.gpu, x.gpu, w.gpu, b.gpu, N, C, gpu_stream));
-    Tensor dx = tensor_new(N * C, 0, RANDOM, 1), dout = tensor_new(N * C, 0, RANDOM, 1);
-    Tensor dw = tensor_new(C, 1, RANDOM, 1), db = tensor_new(C, 1, RANDOM, 1);
-    void *scratch = scratch_new(gpu->layernorm_scratch(N, C)), *cpu_scratch = malloc(cpu->layernorm_scratch(N, C) + 16);
     /* Both backward passes read the same statistics, so that one rounding does not become a difference of many. */
     memcpy(mean.start, mean.cpu, (size_t)N * 4);
     memcpy(rstd.start, rstd.cpu, (size_t)N * 4);
     tensor_reset(&mean);
     tensor_reset(&rstd);
-    /* dx is rstd times a difference: of narrow rows, whose variance may be near 0, it cancels most of what is subtracted. */
-    dx.terms = largest_of(rstd.start, N) * largest_of(dout.start, N * C) * largest_of(w.start, C);
-    Output backward[] = {{&dx, "dx"}, {&dw, "dweight"}, {&db, "dbias"}};
-    COMPARE(backward,
-            cpu->layernorm_backward(dx.cpu, dw.cpu, db.cpu, cpu_scratch, dout.cpu, x.cpu, w.cpu, mean.cpu, rstd.cpu, N, C,
-                                    cpu_stream),
-            gpu->layernorm_backward(dx.gpu, dw.gpu, db.gpu, scratch, dout.gpu, x.gpu, w.gpu, mean.gpu, rstd.gpu, N, C,
-                                    gpu_stream));
-    COMPARE(fused, residual_layernorm_rounded(&sum, out.cpu, mean.cpu, rstd.cpu, x.cpu, y.cpu, w.cpu, b.cpu, N, C),
+    test_layernorm_backward(&x, &w, &mean, &rstd, N, C);
+    COMPARE(fused,
+            cpu->residual_layernorm_forward(sum.cpu, out.cpu, mean.cpu, rstd.cpu, x.cpu, y.cpu, w.cpu, b.cpu, N, C, cpu_stream),
             gpu->residual_layernorm_forward(sum.gpu, out.gpu, mean.gpu, rstd.gpu, x.gpu, y.gpu, w.gpu, b.gpu, N, C,
                                             gpu_stream));
-    gpu->free(scratch, gpu_stream);
-    free(cpu_scratch);
-    FREE(&x, &y, &w, &b, &sum, &out, &mean, &rstd, &dx, &dout, &dw, &db);
+    FREE(&x, &y, &w, &b, &sum, &out, &mean, &rstd);
 }
 
 static void test_linear(int64_t N, int64_t C, int64_t OC)
@@ -224,6 +246,7 @@ static void test_linear(int64_t N, int64_t C, int64_t OC)
     Tensor hidden = tensor_new(N * C, 0, RANDOM, 2);
     Tensor dout = tensor_new(N * OC, 0, RANDOM, 1), dx = tensor_new(N * C, 0, NOTHING, 0);
     Tensor dw = tensor_new(OC * C, 1, RANDOM, 1), db = tensor_new(OC, 1, RANDOM, 1);
+    dw.coarse = db.coarse = 1;
     void *scratch = scratch_new(gpu->linear_scratch(N, C, OC)), *cpu_scratch = malloc(cpu->linear_scratch(N, C, OC) + 16);
     Output forward[] = {{&out, "out"}}, gelu[] = {{&out, "gelu"}, {&pre, "pre"}};
     Output input[] = {{&dx, "dx"}}, weight[] = {{&dw, "dweight"}, {&db, "dbias"}};
@@ -265,7 +288,7 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V)
     int32_t *gpu_tokens = integers_new(tokens, N), *gpu_plan = integers_new(plan, embedding_plan_size(N));
     Tensor wte = tensor_new(V * C, 0, RANDOM, 1), wpe = tensor_new(T * C, 0, RANDOM, 1);
     Tensor dwte = tensor_new(V * C, 1, RANDOM, 1), dwpe = tensor_new(T * C, 1, RANDOM, 1);
-    Tensor out = tensor_new(N * C, 0, NOTHING, 0), dout = tensor_new(N * C, 0, RANDOM, 1);
+    Tensor out = tensor_new(N * C, 1, NOTHING, 0), dout = tensor_new(N * C, 1, RANDOM, 1);
     Output forward[] = {{&out, "out"}}, backward[] = {{&dwte, "dwte"}, {&dwpe, "dwpe"}};
     COMPARE(forward, cpu->embedding_forward(out.cpu, tokens, wte.cpu, wpe.cpu, B, T, C, cpu_stream),
             gpu->embedding_forward(out.gpu, gpu_tokens, wte.gpu, wpe.gpu, B, T, C, gpu_stream));
@@ -285,6 +308,7 @@ static void test_loss(int64_t N, int64_t V, int64_t Vp, double spread)
     for (int64_t i = 0; i < N; i++) targets[i] = i % 5 == 3 ? -1 : (int32_t)(random_u64(&seed) % (uint64_t)V);
     int32_t *gpu_targets = integers_new(targets, N);
     Tensor logits = tensor_new(N * Vp, 0, RANDOM, spread), losses = tensor_new(N, 1, NOTHING, 0);
+    losses.coarse = 1;
     Output loss[] = {{&losses, "losses"}}, both[] = {{&losses, "losses"}, {&logits, "dlogits"}};
     COMPARE(loss, cpu->loss_forward_backward(losses.cpu, logits.cpu, targets, 0, N, V, Vp, cpu_stream),
             gpu->loss_forward_backward(losses.gpu, logits.gpu, gpu_targets, 0, N, V, Vp, gpu_stream));

@@ -90,12 +90,12 @@ static size_t greedy_linear_scratch(int64_t N, int64_t C, int64_t OC)
 
 static size_t greedy_norm_scratch(int64_t n) { return backend_cpu_fp32.norm_scratch(n) + EXTRA_SCRATCH; }
 
-static void greedy_layernorm_backward(void *dx, float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
-                                      const void *weight, const float *mean, const float *rstd, int64_t N, int64_t C,
-                                      Stream *queue)
+static void greedy_layernorm_backward(float *dx, void *rounded, float *dweight, float *dbias, void *scratch,
+                                      const float *dresid, const void *dout, const float *x, const void *weight,
+                                      const float *mean, const float *rstd, int64_t N, int64_t C, Stream *queue)
 {
     memset(scratch, 0xFF, greedy_layernorm_scratch(N, C));
-    backend_cpu_fp32.layernorm_backward(dx, dweight, dbias, scratch, dout, x, weight, mean, rstd, N, C, queue);
+    backend_cpu_fp32.layernorm_backward(dx, rounded, dweight, dbias, scratch, dresid, dout, x, weight, mean, rstd, N, C, queue);
 }
 
 static void greedy_linear_backward_weight(float *dweight, float *dbias, void *scratch, const void *dout, const void *x,

@@ -293,7 +293,7 @@ static void test_norm_forward(int64_t N, int64_t C, double offset, Stream *strea
     Buffer sum = buffer_new(N * C), out2 = buffer_new(N * C), mean2 = buffer_new(N), rstd2 = buffer_new(N);
     for (int64_t i = 0; i < N * C; i++) x.data[i] += (float)offset;
     for (int64_t i = 0; i < N * C; i++) sum.data[i] = x.data[i] + y.data[i];
-    Buffer in = buffer_copy(sum), x2 = buffer_copy(x), y2 = buffer_copy(y);
+    Buffer in = buffer_copy(sum), x2 = buffer_copy(x);
     Norm norm = {doubles_of(in), doubles_of(weight), doubles_of(bias), NULL, N, C};
     double *want = doubles(N * C), *size = doubles(N * C), *means = doubles(N), *rstds = doubles(N), *sizes = doubles(N);
     for (int64_t n = 0; n < N; n++) {
@@ -309,9 +309,9 @@ static void test_norm_forward(int64_t N, int64_t C, double offset, Stream *strea
     check_close("out", out.data, want, size, N * C, BOUNDS.norm_out);
     check_close("mean", mean.data, means, sizes, N, BOUNDS.norm_mean);
     check_close("rstd", rstd.data, rstds, rstds, N, BOUNDS.norm_rstd);
-    float *sums[] = {sum.data, x2.data, y2.data}; /* apart, over x, over y */
-    for (int k = 0; k < 3; k++) {
-        const float *a = k == 1 ? x2.data : x.data, *b = k == 2 ? y2.data : y.data;
+    float *sums[] = {sum.data, x2.data}; /* apart, over x */
+    for (int k = 0; k < 2; k++) {
+        const float *a = k == 1 ? x2.data : x.data, *b = y.data;
         if (k == 0) for (int64_t i = 0; i < N * C; i++) sum.data[i] = NAN;
         cpu->residual_layernorm_forward(sums[k], out2.data, mean2.data, rstd2.data, a, b, weight.data, bias.data, N, C,
                                         stream);
@@ -321,7 +321,7 @@ static void test_norm_forward(int64_t N, int64_t C, double offset, Stream *strea
         check_same("mean of residual_layernorm", mean2, mean);
         check_same("rstd of residual_layernorm", rstd2, rstd);
     }
-    Buffer all[] = {x, y, weight, bias, out, mean, rstd, sum, out2, mean2, rstd2, in, x2, y2};
+    Buffer all[] = {x, y, weight, bias, out, mean, rstd, sum, out2, mean2, rstd2, in, x2};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_end(all[i]);
     double *frees[] = {norm.x, norm.weight, norm.bias, want, size, means, rstds, sizes};
     for (size_t i = 0; i < sizeof frees / sizeof *frees; i++) free(frees[i]);
@@ -351,17 +351,30 @@ static void test_norm_backward(int64_t N, int64_t C, Stream *stream)
         want_b[c] += (double)dbias.data[c], size_b[c] += fabs((double)dbias.data[c]);
     }
     cpu->layernorm_forward(out.data, mean.data, rstd.data, x.data, weight.data, bias.data, N, C, stream);
-    cpu->layernorm_backward(dx.data, dweight.data, dbias.data, scratch.data, dout.data, x.data, weight.data, mean.data,
-                            rstd.data, N, C, stream);
+    Buffer alone = buffer_new(N * C), none = buffer_new(N * C), apart = buffer_new(N * C), zero = buffer_new(N * C);
+    for (int64_t i = 0; i < N * C; i++) zero.data[i] = 0;
+    cpu->layernorm_backward(apart.data, NULL, dweight2.data, dbias2.data, scratch.data, dx.data, dout.data, x.data, weight.data,
+                            mean.data, rstd.data, N, C, stream);
+    cpu->layernorm_backward(dx.data, dx.data, dweight.data, dbias.data, scratch.data, dx.data, dout.data, x.data, weight.data,
+                            mean.data, rstd.data, N, C, stream);
     check_close("dx", dx.data, want_x, size_x, N * C, BOUNDS.norm_gradient);
+    check_same("dx beside its dresid", apart, dx);
     check_close("dweight", dweight.data, want_w, size_w, C, BOUNDS.norm_weight_gradient);
     check_close("dbias", dbias.data, want_b, size_b, C, BOUNDS.norm_weight_gradient);
-    cpu->layernorm_backward(dx2.data, dweight2.data, dbias2.data, scratch.data, dout.data, x.data, weight.data, mean.data,
-                            rstd.data, N, C, stream);
-    check_same("dx", dx2, dx);
     check_same("dweight", dweight2, dweight);
     check_same("dbias", dbias2, dbias);
-    Buffer all[] = {x, weight, bias, dout, mean, rstd, out, dx, dweight, dbias, dx2, dweight2, dbias2, scratch};
+    cpu->layernorm_backward(dx2.data, NULL, dweight2.data, dbias2.data, scratch.data, dx2.data, dout.data, x.data, weight.data,
+                            mean.data, rstd.data, N, C, stream);
+    check_same("dx", dx2, dx);
+    /* No dresid is one of zeros. */
+    cpu->layernorm_backward(alone.data, alone.data, dweight.data, dbias.data, scratch.data, NULL, dout.data, x.data, weight.data,
+                            mean.data, rstd.data, N, C, stream);
+    cpu->layernorm_backward(none.data, NULL, dweight2.data, dbias2.data, scratch.data, zero.data, dout.data, x.data, weight.data,
+                            mean.data, rstd.data, N, C, stream);
+    for (int64_t i = 0; i < N * C; i++) alone.data[i] += 0; /* -0 beside 0 */
+    check_same("dx without dresid", alone, none);
+    Buffer all[] = {x, weight, bias, dout, mean, rstd, out, dx, dweight, dbias, dx2, dweight2, dbias2, scratch,
+                    alone, none, apart, zero};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_end(all[i]);
     double *frees[] = {norm.x, norm.weight, norm.bias, norm.dout, want_x, want_w, want_b, size_x, size_w, size_b};
     for (size_t i = 0; i < sizeof frees / sizeof *frees; i++) free(frees[i]);
@@ -837,8 +850,9 @@ static Buffer run_divided(Stream *stream)
     embedding_plan(plan, tokens, N);
     cpu->embedding_backward(at, at + OC * C, x.data, plan, 1, N, C, stream), at += OC * C + N * C;
     cpu->layernorm_forward(at, at + N * C, at + N * C + N, x.data, bias.data, bias.data + 50, N, C, stream);
-    cpu->layernorm_backward(at + N * C + 2 * N, at + 2 * N * C + 2 * N, at + 2 * N * C + 2 * N + C, scratch.data, dout.data,
-                            x.data, bias.data, at + N * C, at + N * C + N, N, C, stream), at += 2 * N * C + 2 * N + 2 * C;
+    cpu->layernorm_backward(at + N * C + 2 * N, NULL, at + 2 * N * C + 2 * N, at + 2 * N * C + 2 * N + C, scratch.data,
+                            at + N * C + 2 * N, dout.data, x.data, bias.data, at + N * C, at + N * C + N, N, C, stream);
+    at += 2 * N * C + 2 * N + 2 * C;
     memcpy(at, dout.data, N * C * sizeof(float));
     for (int i = 0; i < N; i++) tokens[i] %= C - 10;
     cpu->loss_forward_backward(at + N * C, at, tokens, 0.25f, N, C - 10, C, stream), at += N * C + N;
