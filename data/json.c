@@ -9,7 +9,7 @@
  * makes it quadratic. Since a key is handed out 0-terminated, one that contains \u0000 could not be told from a shorter one
  * and is refused; a string may contain it, and carries its length.
  *
- * Source: RFC 8259 (JSON), RFC 3629 (UTF-8).
+ * Source: RFC 8259 (JSON).
  */
 #include "data/json.h"
 
@@ -22,6 +22,8 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include "data/unicode.h"
 
 enum { JSON_VALUES = 4 << 20, JSON_FILE_BYTES = 64 << 20, BLOCK_BYTES = 4096, BLOCK_BYTES_MOST = 4 << 20 };
 
@@ -104,45 +106,6 @@ static int fail_expected(const Parser *p, const char *what)
 static int fail_memory(const Parser *p) { return error_set(p->error, "%s: not enough memory to parse it", p->name); }
 
 /* -------------------------------------------------------------------------------------------------------------- strings */
-
-/* Length of the UTF-8 sequence at the start of `text`, 1 to 4, or 0 where there is none: overlong forms, surrogates and
- * numbers above U+10FFFF are none. */
-static size_t utf8_length(const unsigned char *text, size_t length)
-{
-    unsigned char a = text[0], low = 0x80, high = 0xBF;
-    size_t n = a < 0x80 ? 1 : a >= 0xC2 && a <= 0xDF ? 2 : a >= 0xE0 && a <= 0xEF ? 3 : a >= 0xF0 && a <= 0xF4 ? 4 : 0;
-    if (n == 0 || n > length) return 0;
-    if (a == 0xE0) low = 0xA0;
-    if (a == 0xED) high = 0x9F;
-    if (a == 0xF0) low = 0x90;
-    if (a == 0xF4) high = 0x8F;
-    if (n > 1 && (text[1] < low || text[1] > high)) return 0;
-    for (size_t i = 2; i < n; i++)
-        if (text[i] < 0x80 || text[i] > 0xBF) return 0;
-    return n;
-}
-
-/* Writes a code point as UTF-8, returns the bytes written. */
-static size_t utf8_write(char *out, uint32_t code)
-{
-    if (code < 0x80) { out[0] = (char)code; return 1; }
-    if (code < 0x800) {
-        out[0] = (char)(0xC0 | code >> 6);
-        out[1] = (char)(0x80 | (code & 0x3F));
-        return 2;
-    }
-    if (code < 0x10000) {
-        out[0] = (char)(0xE0 | code >> 12);
-        out[1] = (char)(0x80 | (code >> 6 & 0x3F));
-        out[2] = (char)(0x80 | (code & 0x3F));
-        return 3;
-    }
-    out[0] = (char)(0xF0 | code >> 18);
-    out[1] = (char)(0x80 | (code >> 12 & 0x3F));
-    out[2] = (char)(0x80 | (code >> 6 & 0x3F));
-    out[3] = (char)(0x80 | (code & 0x3F));
-    return 4;
-}
 
 /* The four hexadecimal digits of a \u escape; p->at stands on the first. */
 static int parse_hex4(Parser *p, uint32_t *code)
