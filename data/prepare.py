@@ -50,6 +50,7 @@ HEADER_BYTES = 1024
 SHARD_UINT16 = (20240520, 1)  # magic, version
 SHARD_UINT32 = (20240801, 7)
 TOKENIZER = (20240328, 2)
+RULE_UNKNOWN, RULE_GPT2 = 0, 1  # how text is cut before it is merged
 SHARD_LIMIT = 2**32 - 2  # the header's count says the low 32 bits, and all of them set mean "unfinished"
 PIECE = 4 << 20          # bytes of text that a process takes at a time, as bytes
 PIECE_MERGES = 1 << 20   # the same where it encodes, which takes some hundred times as long
@@ -457,6 +458,15 @@ def find_documents(paths):
     return documents
 
 
+def pack_tokenizer(tokenizer):
+    """A tokenizer.bin (see tokenizer.h)."""
+    merges = tokenizer.merges or []
+    rule = RULE_UNKNOWN if tokenizer.merges is None else RULE_GPT2
+    return b"".join([header(TOKENIZER, tokenizer.vocab, tokenizer.end_of_text, len(merges), rule),
+                     *(bytes([len(text)]) + text for text in tokenizer.table),
+                     *(struct.pack("<3i", *merge) for merge in merges)])
+
+
 def write_builtin(path, size, seed):
     """The sentences of a grammar, as many whole ones as make `size` bytes."""
     with open(path, "w", encoding="ascii") as file:
@@ -485,8 +495,7 @@ def prepare(args):
             prepare_bytes(documents, staging, args)
         if builtin:
             os.unlink(path)
-        table = b"".join(bytes([len(text)]) + text for text in tokenizer.table)
-        write_file(staging.file("tokenizer.bin"), header(TOKENIZER, tokenizer.vocab, tokenizer.end_of_text) + table)
+        write_file(staging.file("tokenizer.bin"), pack_tokenizer(tokenizer))
         corpus = {"tokenizer": tokenizer.name, "vocab": tokenizer.vocab, "train_tokens": counts["train"],
                   "val_tokens": counts["val"], "entropy_rate": rate, "sources": sources}
         write_file(staging.file("corpus.json"), json.dumps(corpus, indent=1).encode() + b"\n")

@@ -3,6 +3,9 @@
 A tokenizer here is three things: how many tokens there are and what bytes they stand for (tokenizer.bin), which of them ends
 a text, and a function from text to tokens. Merging is left to tiktoken or tokenizers, which are imported only where a
 tokenizer needs them. GPT-2's files write bytes as visible characters; that is undone, so that decoding is concatenation.
+
+Where a tokenizer cuts and merges text exactly as GPT-2's does, with merges of its own or not, its merges go into
+tokenizer.bin too, and the trainer encodes prompts itself (data/bpe.h).
 """
 import array
 import contextlib
@@ -28,10 +31,12 @@ class Fault(Exception):
 
 class Tokenizer:
     """encode: str -> list of tokens, or None where tokens are bytes. table: the bytes of each token. splits: whether text
-    may be cut at SAFE places."""
+    may be cut at SAFE places. merges: (left, right, result), tokens all three, in the order of their ranks, where text is
+    cut and merged as GPT-2 does; None where it is not."""
 
-    def __init__(self, name, table, end_of_text, encode=None, splits=True):
+    def __init__(self, name, table, end_of_text, encode=None, splits=True, merges=None):
         self.name, self.table, self.end_of_text, self.encode, self.splits = name, table, end_of_text, encode, splits
+        self.merges = merges
         self.vocab = len(table)
         self.width = 2 if self.vocab <= 65536 else 4
         longest = max(range(self.vocab), key=lambda token: len(table[token]))
@@ -111,6 +116,33 @@ def read_merges(directory):
     return directory, ids, rows
 
 
+def number_merges(ids, merges):
+    """Pairs of token strings as (left, right, result) by numbers."""
+    return [(ids[left], ids[right], ids[left + right]) for left, right in merges]
+
+
+def merges_of_ranks(table, end_of_text):
+    """The merges of a table whose numbers are ranks: a token's last merge joins the two parts that the earlier ones leave of
+    its bytes. None where that is not so."""
+    ranks, merges = {}, []
+    for token, text in enumerate(table):
+        if token == end_of_text:
+            continue
+        parts = [text[i:i + 1] for i in range(len(text))]
+        while len(parts) > 2:
+            pairs = [ranks.get(left + right, len(table)) for left, right in zip(parts, parts[1:])]
+            best = min(range(len(pairs)), key=pairs.__getitem__)
+            if pairs[best] == len(table):
+                break
+            parts[best:best + 2] = [parts[best] + parts[best + 1]]
+        if len(parts) == 2 and parts[0] in ranks and parts[1] in ranks:
+            merges.append((ranks[parts[0]], ranks[parts[1]], token))
+        elif len(parts) != 1:
+            return None
+        ranks[text] = token
+    return merges if len(ranks) == len(table) - 1 else None
+
+
 def merges_tiktoken(name, ids, merges):
     """Through tiktoken, which takes the number of a token for its rank: None where the files do not have it so."""
     tiktoken = import_library("tiktoken")
@@ -123,7 +155,7 @@ def merges_tiktoken(name, ids, merges):
         return None
     encoding = tiktoken.Encoding(name="local", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                                  special_tokens={END_OF_TEXT[0]: end})
-    return Tokenizer(name, table, end, encoding.encode_ordinary)
+    return Tokenizer(name, table, end, encoding.encode_ordinary, merges=number_merges(ids, merges))
 
 
 def merges_tokenizers(name, ids, merges):
@@ -132,7 +164,7 @@ def merges_tokenizers(name, ids, merges):
     encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     return Tokenizer(name, dense_table(name, ids, lambda token: token_bytes(token, alphabet)), ids[END_OF_TEXT[0]],
-                     lambda text: encoder.encode(text).ids)
+                     lambda text: encoder.encode(text).ids, merges=number_merges(ids, merges))
 
 
 def open_gpt2():
@@ -148,7 +180,8 @@ def open_gpt2():
         raise Fault(f"gpt2: {library.__name__} cannot fetch its files ({type(error).__name__}); offline, give "
                     "--tokenizer DIR with vocab.bpe and encoder.json") from None
     table = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
-    return Tokenizer("gpt2", table, encoding.eot_token, encoding.encode_ordinary)
+    return Tokenizer("gpt2", table, encoding.eot_token, encoding.encode_ordinary,
+                     merges=merges_of_ranks(table, encoding.eot_token))
 
 
 def parts_of(stage):
@@ -171,6 +204,21 @@ def splits_safely(description, ordinary):
         return last.get("use_regex", True)
     return len(stages) == 2 and stages[0].get("type") == "Split" and stages[0].get("behavior") == "Isolated" and \
         not stages[0].get("invert") and stages[0]["pattern"].get("Regex") in (GPT2_PATTERN,) + LATER_PATTERNS
+
+
+def merges_as_gpt2(description, ids):
+    """The merges of a tokenizer.json by numbers, where it cuts and merges text as GPT-2 does; else None."""
+    model, stages = description["model"], parts_of(description.get("pre_tokenizer"))
+    if model.get("type", "BPE") != "BPE" or description.get("normalizer") or len(stages) != 1 or \
+            any(not token.get("special") for token in description.get("added_tokens") or []):
+        return None
+    stage = stages[0]
+    if stage.get("type") != "ByteLevel" or stage.get("add_prefix_space") or not stage.get("use_regex", True):
+        return None
+    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
+                                      "ignore_merges")) or not unicode_to_byte().keys() <= ids.keys():
+        return None
+    return number_merges(ids, [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []])
 
 
 def open_tokenizer_json(name, description, end_of_text):
@@ -209,7 +257,8 @@ def open_tokenizer_json(name, description, end_of_text):
         return token.replace("\u2581", " ").encode()
 
     return Tokenizer(name, dense_table(name, ids, to_bytes), ids[known[0]],
-                     lambda text: encoder.encode(text, add_special_tokens=False).ids, splits_safely(description, ordinary))
+                     lambda text: encoder.encode(text, add_special_tokens=False).ids, splits_safely(description, ordinary),
+                     merges_as_gpt2(description, ids))
 
 
 @functools.lru_cache(maxsize=1)

@@ -133,9 +133,15 @@ static int read_tokenizer(Fuzzer *fuzzer, const Sample *sample)
     if (tokenizer_encode(tokenizer, (const char *)sample->bytes, sample->size, tokens, 64, &count, &error)) {
         refused(&error, "tokenizer_encode");
     } else {
-        for (size_t i = 0; i < count && i < 64; i++)
+        size_t at = 0, length;
+        for (size_t i = 0; i < count && i < 64; i++, at += length) {
             if (tokens[i] < 0 || tokens[i] >= vocab)
                 fault("tokenizer: token %d of a vocabulary of %lld", tokens[i], (long long)vocab);
+            const char *bytes = tokenizer_decode(tokenizer, tokens[i], &length);
+            if (length > sample->size - at || memcmp(bytes, sample->bytes + at, length))
+                fault("tokenizer: token %zu of a text does not decode to its bytes from %zu on", i, at);
+        }
+        if (count <= 64 && at != sample->size) fault("tokenizer: %zu bytes decode to %zu", sample->size, at);
     }
     tokenizer_close(tokenizer);
     return 1;
@@ -243,6 +249,29 @@ static void make_tokenizer(Target *target, Fuzzer *fuzzer)
         }
         new_seed(target, data, at);
     }
+    /* Every byte, and merges: each token from 256 on is one of before it and a byte; 299 ends texts. */
+    uint8_t data[4096] = {0};
+    int32_t header[6] = {20240328, 2, 300, 299, 43, TOKENIZER_GPT2}, merges[43][3];
+    size_t at = 1024, starts[300];
+    memcpy(data, header, sizeof header);
+    for (int t = 0; t < 300; t++) {
+        int left = t - 256 - (int)below(fuzzer, 3) * 2, right = t % 256;
+        if (left < 0) left = 'a' + t % 26;
+        else left += 256;
+        if (left >= t) left = t - 1;
+        uint8_t length = t < 256 ? 1 : (uint8_t)(data[starts[left]] + 1);
+        starts[t] = at;
+        data[at++] = length;
+        if (t >= 256) memcpy(data + at, data + starts[left] + 1, (size_t)(length - 1));
+        data[at + length - 1] = (uint8_t)right;
+        at += length;
+        if (t < 256 || t == 299) continue;
+        merges[t - 256][0] = left;
+        merges[t - 256][1] = right;
+        merges[t - 256][2] = t;
+    }
+    memcpy(data + at, merges, sizeof merges);
+    new_seed(target, data, at + sizeof merges);
 }
 
 static void make_json(Target *target, Fuzzer *fuzzer)

@@ -3,6 +3,7 @@
 and leaves what was there alone. Good input gets what --help promises."""
 import json
 import os
+import random
 import resource
 import shutil
 import struct
@@ -11,8 +12,11 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from check import check, end, skip, test  # noqa: E402
+from prepare import pack_tokenizer  # noqa: E402
 from trainer_runs import ROOT, TINY, TRAIN, read_log, train, write_corpus, write_shard, write_tokenizer  # noqa: E402
+from vocabulary import Tokenizer  # noqa: E402
 
 TMP = tempfile.mkdtemp(prefix="flashgpt-cli-")
 DATA = write_corpus(os.path.join(TMP, "data"))
@@ -256,9 +260,25 @@ def good_use():
             file.write(struct.pack("<256i", 20240328, 2, 98, 97, *[0] * 252))
             file.write(b"".join(bytes([2]) + b"ab" for _ in range(97)) + b"\x03end")
         run = os.path.join(TMP, "prompted")
-        refused(2, ["--prompt", "tokenizer.bin"], *TINY, "--data", odd, "--steps", 5, "--sample-every", 1, "--prompt", "ab",
-                "--out", run)
+        refused(2, ["--prompt", "tokenizer.bin", "lacks the merges"], *TINY, "--data", odd, "--steps", 5, "--sample-every", 1,
+                "--prompt", "ab", "--out", run)
         check(not os.path.exists(run), "the run was begun")
+    with test("a prompt is encoded with the merges of its tokenizer"):
+        # The token "ab" is always followed by z, the tokens a and b by x: a greedy sample tells which the prompt became.
+        merged = os.path.join(TMP, "merged")
+        os.makedirs(merged)
+        table = [bytes([byte]) for byte in range(256)] + [b"ab", b"<|endoftext|>"]
+        with open(os.path.join(merged, "tokenizer.bin"), "wb") as file:
+            file.write(pack_tokenizer(Tokenizer("merged", table, 257, merges=[(*b"ab", 256)])))
+        generator = random.Random(1)
+        tokens = [token for _ in range(400) for token in generator.choice(([256, *b"zz"], [*b"abxx"]))]
+        for name in ("train_0.bin", "val_0.bin"):
+            write_shard(os.path.join(merged, name), tokens)
+        run = os.path.join(TMP, "merged_run")
+        status, _, err = train(*TINY, "--data", merged, "--steps", 60, "--lr", "1e-2", "--eval-every", 0, "--save-every", 0,
+                               "--sample-every", 60, "--sample-tokens", 2, "--prompt", "ab", "--temperature", 0, "--out", run)
+        samples = [line["sample"] for line in read_log(run) if "sample" in line] if status == 0 else err
+        check(samples == ["abzz"], samples)
     with test("with standard descriptors closed, nothing that is printed lands in the run's files"):
         run = os.path.join(TMP, "closed")
         command = " ".join([TRAIN, *map(str, SMALL), "--save-every 1 --out", run])

@@ -51,17 +51,18 @@ def read_part(out, part):
 
 
 def read_table(path):
-    """(end-of-text token, bytes of each token) of a tokenizer.bin, by the words of tokenizer.h."""
+    """(end-of-text token, bytes of each token, merges) of a tokenizer.bin, by the words of tokenizer.h; merges are None
+    where its rule is not known."""
     with open(path, "rb") as file:
         data = file.read()
-    magic, version, count, end_of_text = struct.unpack_from("<4i", data)
-    assert (magic, version) == (20240328, 2), (magic, version)
+    magic, version, count, end_of_text, merge_count, rule = struct.unpack_from("<6i", data)
+    assert (magic, version) == (20240328, 2) and rule in (0, 1), (magic, version, rule)
     table, at = [], 1024
     for _ in range(count):
         table.append(data[at + 1:at + 1 + data[at]])
         at += 1 + data[at]
-    assert at == len(data), (at, len(data))
-    return end_of_text, table
+    assert at + 12 * merge_count == len(data), (at, merge_count, len(data))
+    return end_of_text, table, [*struct.iter_unpack("<3i", data[at:])] if rule else None
 
 
 def write(path, data):
@@ -259,8 +260,9 @@ def test_bytes(folder):
     with test("bytes: header, tokenizer.bin and corpus.json"):
         magic, version, _ = read_shard(os.path.join(folder, "bytes", "train_000000.bin"))
         check((magic, version) == (20240520, 1), magic, version)
-        end_of_text, table = read_table(os.path.join(folder, "bytes", "tokenizer.bin"))
+        end_of_text, table, merges = read_table(os.path.join(folder, "bytes", "tokenizer.bin"))
         check(end_of_text == 256 and table == [bytes([b]) for b in range(256)] + [b"<|endoftext|>"], end_of_text, len(table))
+        check(merges is None, "bytes have merges")
         with open(os.path.join(folder, "bytes", "corpus.json"), encoding="utf-8") as file:
             corpus = json.load(file)
         check(corpus["tokenizer"] == "bytes" and corpus["vocab"] == 257 and corpus["entropy_rate"] is None, corpus)
@@ -388,7 +390,8 @@ def test_merges(folder):
             check(status == 0, said)
             tokens = sum(read_part(out, "train") + read_part(out, "val"), [])
             check(tokens == wanted, "workers", workers, "piece", piece, ": not the tokens of the whole text")
-        _, table = read_table(os.path.join(out, "tokenizer.bin"))
+        _, table, merges = read_table(os.path.join(out, "tokenizer.bin"))
+        check(merges == opened[0].merges and len(merges) == 50000, len(merges or []), "merges were written")
         text = b"".join(table[token] for token in tokens if token != 50256)
         check(text == "".join(texts).encode(), "the tokens do not decode to the text")
 
