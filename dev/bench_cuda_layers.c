@@ -47,7 +47,7 @@ typedef void Operation(Bench *b);
 
 static void run_copy(Bench *b) { b->gpu->copy(b->wide2, b->wide, (size_t)(b->N * 4 * C) * b->gpu->element, b->stream); }
 static void run_embedding_forward(Bench *b) { b->gpu->embedding_forward(b->resid, b->tokens, b->weight, b->weight, b->B, T, C, b->stream); }
-static void run_embedding_backward(Bench *b) { b->gpu->embedding_backward(b->grads, b->grads + VP * C, b->resid, b->plan, b->B, T, C, b->stream); }
+static void run_embedding_backward(Bench *b) { b->gpu->embedding_backward(b->grads, b->grads + VP * C, b->scratch, b->resid, b->plan, b->B, T, C, b->stream); }
 static void run_layernorm_forward(Bench *b) { b->gpu->layernorm_forward(b->y, b->stats, b->stats2, b->resid, b->weight, b->weight, b->N, C, b->stream); }
 static void run_residual_layernorm(Bench *b) { b->gpu->residual_layernorm_forward(b->resid2, b->x, b->stats, b->stats2, b->resid, b->y, b->weight, b->weight, b->N, C, b->stream); }
 static void run_layernorm_backward(Bench *b) { b->gpu->layernorm_backward(b->resid2, b->gpu->dtype == DTYPE_FP32 ? (void *)b->resid2 : b->x, b->vector, b->vector2, b->scratch, b->resid2, b->y, b->resid, b->weight, b->stats, b->stats2, b->N, C, b->stream); }
@@ -195,7 +195,7 @@ static void bench_open(Bench *b)
     b->vector = random_new(b, VP, 1, 1);
     b->vector2 = random_new(b, VP, 1, 1);
     b->norm = random_new(b, 1, 1, 1);
-    size_t scratch = gpu->layernorm_scratch(N, C) + gpu->linear_scratch(N, 4 * C, 4 * C) + gpu->norm_scratch(PARAMETERS);
+    size_t scratch = gpu->embedding_scratch(N, C) + gpu->layernorm_scratch(N, C) + gpu->linear_scratch(N, 4 * C, 4 * C) + gpu->norm_scratch(PARAMETERS);
     b->scratch = gpu->alloc(scratch, b->stream);
     int32_t *tokens = malloc((size_t)N * 4), *plan = malloc((size_t)embedding_plan_size(N) * 4);
     b->distinct = tokens_draw(tokens, N);

@@ -219,7 +219,7 @@ static void run_embedding_forward(const Call *c)
 
 static void run_embedding_backward(const Call *c)
 {
-    cpu->embedding_backward(c->bench->dweight, c->bench->z, c->bench->y, c->bench->tokens_plan,
+    cpu->embedding_backward(c->bench->dweight, c->bench->z, c->bench->scratch, c->bench->y, c->bench->tokens_plan,
                             c->bench->model->B, c->bench->model->T, c->C, c->stream);
 }
 

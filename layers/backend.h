@@ -44,11 +44,26 @@ typedef struct BackendOptions {
     int tf32;          /* fp32 products may round their factors to TF32 where the hardware has it */
 } BackendOptions;
 
-/* The order in which embedding_backward adds up the rows of equal tokens, made on the host of N tokens in host memory:
- * order (N): positions sorted by token, stably; begin (N+1): where in order each run of equal tokens starts, and the end of the last;
- * token (N): of each run; runs (1). In this order in one buffer of embedding_plan_size(N) int32. Runs in O(N). */
+/* The order in which embedding_backward adds up the rows of equal tokens, made on the host in O(N) of N tokens in host memory, as
+ * embedding_plan_size(N) int32. The positions of a token are cut into pieces of at most EMBEDDING_PIECE, as even as can be, so that
+ * work can be shared out evenly however often a token occurs. Pieces of tokens that were cut come first, a token's one after
+ * another; behind them the tokens of one piece, from those of most positions to those of one. */
+enum { EMBEDDING_PIECE = 8 };
 void embedding_plan(int32_t *plan, const int32_t *tokens, int64_t N);
 int64_t embedding_plan_size(int64_t N);
+
+/* A plan of N tokens, by its parts. */
+typedef struct EmbeddingPlan {
+    const int32_t *pieces, *cuts; /* (1) each: how many pieces; how many tokens of several pieces */
+    const int32_t *order;         /* (N): positions, piece after piece; rising within a token */
+    const int32_t *begin;         /* (pieces + 1): where in order a piece begins, and the end of the last */
+    const int32_t *token;         /* (pieces): whose it is */
+    const int32_t *cut;           /* (cuts + 1): first piece of each cut token, and the end of the last */
+} EmbeddingPlan;
+EmbeddingPlan embedding_plan_parts(const int32_t *plan, int64_t N);
+
+/* Pieces of cut tokens, at most: EMBEDDING_PIECE + 1 positions make 2, and more of them fewer for each. */
+static inline int64_t embedding_cut_pieces(int64_t N) { return 2 * N / (EMBEDDING_PIECE + 1); }
 
 typedef struct Backend {
     const char *name; /* "cpu_fp32" */
@@ -105,9 +120,11 @@ typedef struct Backend {
     void (*embedding_forward)(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
                               int64_t C, Stream *stream);
     /* dwte (Vp,C) fp32 +=, dwpe (T,C) fp32 +=; dout (B,T,C) fp32; plan: what embedding_plan made of the B*T tokens. Rows of one
-     * token are added in the plan's order, so the result is the same on every run. */
-    void (*embedding_backward)(float *dwte, float *dwpe, const float *dout, const int32_t *plan, int64_t B, int64_t T,
-                               int64_t C, Stream *stream);
+     * token are added in an order that the plan alone decides, so the result is the same on every run. `scratch`:
+     * embedding_scratch(B * T, C) bytes. */
+    void (*embedding_backward)(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
+                               int64_t T, int64_t C, Stream *stream);
+    size_t (*embedding_scratch)(int64_t N, int64_t C);
 
     /* --- layer normalisation (Ba et al. 2016), eps 1e-5, biased variance -------------------------------------------- */
 

@@ -278,6 +278,7 @@ const Backend backend_cpu_fp32 = {
     .to_fp32 = to_fp32_cpu,
     .embedding_forward = embedding_forward_cpu,
     .embedding_backward = embedding_backward_cpu,
+    .embedding_scratch = embedding_scratch_cpu,
     .layernorm_forward = layernorm_forward_cpu,
     .residual_layernorm_forward = residual_layernorm_forward_cpu,
     .layernorm_backward = layernorm_backward_cpu,

@@ -47,8 +47,9 @@ static inline int64_t cpu_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 void embedding_forward_cpu(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
                            int64_t C, Stream *stream);
-void embedding_backward_cpu(float *dwte, float *dwpe, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
-                            Stream *stream);
+void embedding_backward_cpu(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
+                            int64_t T, int64_t C, Stream *stream);
+size_t embedding_scratch_cpu(int64_t N, int64_t C);
 
 void layernorm_forward_cpu(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
                            int64_t N, int64_t C, Stream *stream);

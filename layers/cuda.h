@@ -143,8 +143,9 @@ template <typename Real> void to_fp32_cuda(float *out, const void *in, int64_t n
 template <typename Real>
 void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T, int64_t C,
                             Stream *stream);
-void embedding_backward_cuda(float *dwte, float *dwpe, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
-                             Stream *stream);
+void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B, int64_t T,
+                             int64_t C, Stream *stream);
+size_t embedding_scratch_cuda(int64_t N, int64_t C);
 template <typename Real>
 void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias, int64_t N,
                             int64_t C, Stream *stream);

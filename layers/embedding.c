@@ -1,9 +1,9 @@
 /* embedding.c - rows of two tables added, and their gradients scattered back.
  *
  * The backward pass must add several rows of dout to one row of dwte where a token repeats, always in the same order. The plan
- * that every backend follows says that order: the positions sorted by token (a radix sort, stable and O(N)), and where each
- * token's run begins. Here each thread owns a slice of the channels, whole cache lines of them, and walks over all runs: no
- * two threads touch one element, no atomics, and the sum is the same for any number of threads.
+ * that every backend follows decides it: the positions of each token (by a radix sort, stable and O(N)), cut into pieces of a
+ * few. Here each thread owns a slice of the channels, whole cache lines of them, and walks over all pieces: no two threads
+ * touch one element, no atomics, and the sum is the same for any number of threads.
  */
 #include "layers/cpu.h"
 #include "layers/vector.h"
@@ -29,23 +29,30 @@ static void row_add(float *row, const float *add, int64_t n)
     for (; i < n; i++) row[i] += add[i];
 }
 
-void embedding_backward_cpu(float *dwte, float *dwpe, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
-                            Stream *stream)
+size_t embedding_scratch_cpu(int64_t N, int64_t C)
+{
+    (void)N;
+    (void)C;
+    return 0;
+}
+
+void embedding_backward_cpu(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
+                            int64_t T, int64_t C, Stream *stream)
 {
     int64_t N = B * T;
-    const int32_t *order = plan, *begin = plan + N, *token = begin + N + 1; /* see embedding_plan */
-    int64_t runs = N ? token[N] : 0;
-    int64_t lines = (C + 15) / 16;                                /* cache lines in a row */
-    int64_t slices = cpu_min(cpu_threads(), cpu_max(lines, 1));   /* of channels, one a thread */
+    EmbeddingPlan p = embedding_plan_parts(plan, N);
+    int64_t lines = (C + 15) / 16;                              /* cache lines in a row */
+    int64_t slices = cpu_min(cpu_threads(), cpu_max(lines, 1)); /* of channels, one a thread */
+    (void)scratch;
     (void)stream;
 #pragma omp parallel if (N * C >= PARALLEL_MIN)
     {
 #pragma omp for schedule(static) nowait
         for (int64_t s = 0; s < slices; s++) {
             int64_t first = lines * s / slices * 16, last = cpu_min(lines * (s + 1) / slices * 16, C);
-            for (int64_t r = 0; r < runs; r++)
-                for (int32_t i = begin[r]; i < begin[r + 1]; i++)
-                    row_add(dwte + token[r] * C + first, dout + order[i] * C + first, last - first);
+            for (int64_t k = 0; k < *p.pieces; k++)
+                for (int32_t i = p.begin[k]; i < p.begin[k + 1]; i++)
+                    row_add(dwte + p.token[k] * C + first, dout + p.order[i] * C + first, last - first);
         }
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < T; t++)
@@ -53,7 +60,22 @@ void embedding_backward_cpu(float *dwte, float *dwpe, const float *dout, const i
     }
 }
 
-int64_t embedding_plan_size(int64_t N) { return 3 * N + 2; }
+/* --- the plan ---------------------------------------------------------------------------------------------------------- */
+
+EmbeddingPlan embedding_plan_parts(const int32_t *plan, int64_t N)
+{
+    EmbeddingPlan parts;
+    parts.pieces = plan;
+    parts.cuts = plan + 1;
+    parts.order = plan + 2;
+    parts.begin = parts.order + N;
+    parts.token = parts.begin + N + 1;
+    parts.cut = parts.token + N;
+    return parts;
+}
+
+/* Two counts, order, begin and token of at most N pieces, cut of at most N / (EMBEDDING_PIECE + 1) tokens. */
+int64_t embedding_plan_size(int64_t N) { return 2 + N + (N + 1) + N + N / (EMBEDDING_PIECE + 1) + 1; }
 
 /* to (N) = from (N) sorted by 11 bits of its tokens, stably. */
 static void sort_pass(int32_t *to, const int32_t *from, const int32_t *tokens, int64_t N, int shift)
@@ -69,10 +91,41 @@ static void sort_pass(int32_t *to, const int32_t *from, const int32_t *tokens, i
     for (int64_t i = 0; i < N; i++) to[next[tokens[from[i]] >> shift & (DIGITS - 1)]++] = from[i];
 }
 
+/* Where in from (N), which is sorted by token, the run of tokens that begins at i ends. */
+static int64_t run_end(const int32_t *from, const int32_t *tokens, int64_t i, int64_t N)
+{
+    int32_t token = tokens[from[i]];
+    while (i < N && tokens[from[i]] == token) i++;
+    return i;
+}
+
+/* order (N) = the runs of from (N) in the plan's order: those that will be cut, then the others by length, the longest first. */
+static void runs_arrange(int32_t *order, const int32_t *from, const int32_t *tokens, int64_t N)
+{
+    int64_t rows[EMBEDDING_PIECE + 1] = {0}, next[EMBEDDING_PIECE + 1]; /* by length; those that will be cut at 0 */
+    for (int64_t i = 0, end; i < N; i = end) {
+        end = run_end(from, tokens, i, N);
+        rows[end - i > EMBEDDING_PIECE ? 0 : end - i] += end - i;
+    }
+    int64_t at = rows[0];
+    next[0] = 0;
+    for (int length = EMBEDDING_PIECE; length > 0; length--) {
+        next[length] = at;
+        at += rows[length];
+    }
+    for (int64_t i = 0, end; i < N; i = end) {
+        end = run_end(from, tokens, i, N);
+        int64_t *to = &next[end - i > EMBEDDING_PIECE ? 0 : end - i];
+        memcpy(order + *to, from + i, (size_t)(end - i) * sizeof *order);
+        *to += end - i;
+    }
+}
+
 void embedding_plan(int32_t *plan, const int32_t *tokens, int64_t N)
 {
-    int32_t *order = plan, *begin = plan + N, *token = begin + N + 1; /* begin and token serve as room to sort in first */
-    int32_t *from = begin, *to = token, most = 0;
+    const EmbeddingPlan parts = embedding_plan_parts(plan, N);
+    int32_t *order = plan + (parts.order - plan), *begin = plan + (parts.begin - plan), *token = plan + (parts.token - plan);
+    int32_t *cut = plan + (parts.cut - plan), *from = begin, *to = token, most = 0; /* begin and token are room to sort in first */
     for (int64_t i = 0; i < N; i++) {
         from[i] = (int32_t)i;
         if (tokens[i] > most) most = tokens[i];
@@ -83,13 +136,20 @@ void embedding_plan(int32_t *plan, const int32_t *tokens, int64_t N)
         from = to;
         to = swap;
     }
-    for (int64_t i = 0; i < N; i++) order[i] = from[i];
-    int32_t runs = 0;
-    for (int64_t i = 0; i < N; i++)
-        if (i == 0 || tokens[order[i]] != tokens[order[i - 1]]) {
-            begin[runs] = (int32_t)i;
-            token[runs++] = tokens[order[i]];
+    runs_arrange(order, from, tokens, N);
+    int32_t pieces = 0, cuts = 0;
+    for (int64_t i = 0, end; i < N; i = end) {
+        end = run_end(order, tokens, i, N);
+        int64_t rows = end - i, count = (rows + EMBEDDING_PIECE - 1) / EMBEDDING_PIECE;
+        if (count > 1) cut[cuts++] = pieces;
+        for (int64_t k = 0; k < count; k++) {
+            begin[pieces] = (int32_t)(i + rows * k / count);
+            token[pieces++] = tokens[order[i]];
         }
-    begin[runs] = (int32_t)N;
-    token[N] = runs;
+        if (count > 1) cut[cuts] = pieces;
+    }
+    if (cuts == 0) cut[0] = 0;
+    begin[pieces] = (int32_t)N;
+    plan[0] = pieces;
+    plan[1] = cuts;
 }

@@ -2,13 +2,31 @@
  *
  * Forward is a gather. Backward adds dout's rows up by token: many rows to one row of dwte, a race by nature. Instead of atomics,
  * whose order changes from run to run, it follows a plan that the host made while the step before was computing
- * (embedding_plan in embedding.c): the positions sorted by token, and where each token's run begins. A block owns a run and a
- * slice of channels, its warps take the run's rows in strides, and their sums meet in shared memory in a fixed order.
- * dwpe's rows are sums over the batch at fixed positions and need no plan.
+ * (embedding_plan in embedding.c): the positions by token, cut into pieces of at most 8, so that no warp walks a long run. (Of 65536
+ * tokens of text some 60% of the positions are of cut tokens, 5000 pieces; the others make 16000 pieces, most of one position.)
+ *
+ *     piece   | 8 rows of "the" | 8 rows of "the" | ... | 5 rows of "river" | ... | 1 row of "delta" |     a warp each
+ *                      |                 |                       |                        |
+ *                   partial           partial                +=  dwte                 +=  dwte
+ *                      +-------+---------+
+ *                          += dwte: a second kernel, which adds up dwpe as well
+ *
+ * A warp holds all channels of a row in its registers (as far as they reach) and has two rows or more under way, so that the chain of loads
+ * that leads to a row, piece and position, costs little beside them. Sums of cut tokens go through `scratch`, always in the same
+ * order. dwpe's rows are sums over the batch at fixed positions and need no plan.
+ *
+ * Bytes: dout twice, once by token and once by position, and the touched rows of dwte and dwpe read and written. (Partial sums
+ * are an eighth of dout, and most of it still lies in L2 when it is read.)
  */
 #include "layers/cuda.h"
 
-enum { THREADS = 256, RUN_WARPS = 4, RUN_LOADS = 8 };
+enum {
+    THREADS = 256,
+    PIECE_WARPS = 4, PIECE_BLOCKS = 4, /* warps of a block; blocks of a multiprocessor: as many as registers allow */
+    QUADS_MOST = 6,                    /* packs of a row that a lane holds */
+    SUM_WARPS = 8, SUM_LOADS = 8,      /* the same where partial sums and positions are added up */
+    CUT_BLOCKS = 4                     /* blocks for cut tokens, a multiprocessor */
+};
 
 template <typename Real, int WIDTH>
 __global__ void embedding_forward_kernel(float *out, const int32_t *tokens, const Real *wte, const Real *wpe, int64_t N, int64_t T, int64_t C)
@@ -39,66 +57,145 @@ void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, 
                (const Real *)wte, (const Real *)wpe, N, T, C);
 }
 
-/* dwte[token] += sum of dout over the token's run. Threads (32, RUN_WARPS); blocks walk the runs, blockIdx.y picks 32 packs of channels. A
- * warp has RUN_LOADS rows under way at a time: the runs of frequent tokens are long, and one block walks each. */
+/* --- backward -------------------------------------------------------------------------------------------------------------- */
+
+/* A piece's sum: added to its token's row of dwte where it is all of that token, else left in row p of `partial`. Threads
+ * (32, PIECE_WARPS); a warp takes pieces in strides, blockIdx.y picks 32 * QUADS packs of channels. All loads of LOADS rows are under
+ * way together. */
+template <int WIDTH, int QUADS>
+__global__ void __launch_bounds__(32 * PIECE_WARPS, PIECE_BLOCKS)
+embedding_pieces_kernel(float *dwte, float *partial, const float *dout, const EmbeddingPlan plan, int64_t C)
+{
+    constexpr int LOADS = QUADS == 1 ? 8 : QUADS <= 3 ? 4 : 2;
+    typedef Pack<float, WIDTH> Part;
+    const int32_t pieces = *plan.pieces, cut_pieces = plan.cut[*plan.cuts];
+    const int64_t channel = ((int64_t)blockIdx.y * QUADS * 32 + threadIdx.x) * WIDTH;
+    for (int32_t p = blockIdx.x * PIECE_WARPS + threadIdx.y; p < pieces; p += gridDim.x * PIECE_WARPS) {
+        const int32_t first = plan.begin[p], rows = plan.begin[p + 1] - first;
+        const bool whole = p >= cut_pieces; /* all of its token */
+        float *to = (whole ? dwte + (int64_t)plan.token[p] * C : partial + (int64_t)p * C) + channel;
+        int32_t mine = threadIdx.x < (unsigned)rows ? plan.order[first + threadIdx.x] : 0; /* lane i knows row i */
+        Part sum[QUADS];
+#pragma unroll
+        for (int q = 0; q < QUADS; q++)
+            if (whole && channel + q * 32 * WIDTH < C) sum[q] = *(const Part *)(to + q * 32 * WIDTH);
+            else
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++) sum[q].v[j] = 0;
+        for (int32_t r = 0; r < rows; r += LOADS) {
+            Part row[LOADS][QUADS];
+#pragma unroll
+            for (int k = 0; k < LOADS; k++) {
+                const float *from = dout + (int64_t)__shfl_sync(0xffffffffu, mine, r + k) * C + channel;
+#pragma unroll
+                for (int q = 0; q < QUADS; q++)
+                    if (r + k < rows && channel + q * 32 * WIDTH < C) row[k][q] = *(const Part *)(from + q * 32 * WIDTH);
+            }
+#pragma unroll
+            for (int k = 0; k < LOADS; k++)
+#pragma unroll
+                for (int q = 0; q < QUADS; q++)
+                    if (r + k < rows && channel + q * 32 * WIDTH < C)
+#pragma unroll
+                        for (int j = 0; j < WIDTH; j++) sum[q].v[j] += row[k][q].v[j];
+        }
+#pragma unroll
+        for (int q = 0; q < QUADS; q++)
+            if (channel + q * 32 * WIDTH < C) *(Part *)(to + q * 32 * WIDTH) = sum[q];
+    }
+}
+
+/* to (C) += the sum of `rows` rows of src, a stride of elements apart, for 32 packs of channels from `channel` of lane 0 on. The warps of
+ * the block take the rows in strides, SUM_LOADS of them under way, and meet in `room`, SUM_WARPS * 32 * WIDTH floats. */
 template <int WIDTH>
-__global__ void embedding_tokens_kernel(float *dwte, const float *dout, const int32_t *plan, int64_t N, int64_t C)
+__device__ __forceinline__ void rows_add(float *to, const float *src, int64_t stride, int64_t rows, int64_t channel, int64_t C, Shared<float> room)
 {
-    SHARED(float, part, RUN_WARPS * 32 * WIDTH);
-    const int32_t *order = plan, *begin = plan + N, *token = plan + 2 * N + 1;
-    int32_t runs = plan[3 * N + 1];
-    int64_t c = ((int64_t)blockIdx.y * 32 + threadIdx.x) * WIDTH;
-    for (int64_t run = blockIdx.x; run < runs; run += gridDim.x) {
-        int32_t end = begin[run + 1];
-        float sum[WIDTH];
+    typedef Pack<float, WIDTH> Part;
+    const int warps = blockDim.y, thread = threadIdx.y * 32 + threadIdx.x;
+    const int64_t mine = channel + threadIdx.x * WIDTH;
+    Part sum;
 #pragma unroll
-        for (int j = 0; j < WIDTH; j++) sum[j] = 0;
-        for (int32_t i = begin[run] + (int32_t)threadIdx.y; c < C && i < end; i += RUN_WARPS * RUN_LOADS) {
-            Pack<float, WIDTH> rows[RUN_LOADS];
+    for (int j = 0; j < WIDTH; j++) sum.v[j] = 0;
+    for (int64_t r = threadIdx.y; mine < C && r < rows; r += SUM_LOADS * warps) {
+        Part row[SUM_LOADS];
 #pragma unroll
-            for (int k = 0; k < RUN_LOADS; k++)
-                if (i + k * RUN_WARPS < end) rows[k] = *(const Pack<float, WIDTH> *)(dout + (int64_t)order[i + k * RUN_WARPS] * C + c);
+        for (int k = 0; k < SUM_LOADS; k++)
+            if (r + k * warps < rows) row[k] = *(const Part *)(src + (r + k * warps) * stride + mine);
 #pragma unroll
-            for (int k = 0; k < RUN_LOADS; k++)
-                if (i + k * RUN_WARPS < end)
+        for (int k = 0; k < SUM_LOADS; k++)
+            if (r + k * warps < rows)
 #pragma unroll
-                    for (int j = 0; j < WIDTH; j++) sum[j] += rows[k].v[j];
-        }
-#pragma unroll
-        for (int j = 0; j < WIDTH; j++) part[(threadIdx.y * WIDTH + j) * 32 + threadIdx.x] = sum[j];
-        __syncthreads();
-        for (int j = threadIdx.y; j < WIDTH && c < C; j += RUN_WARPS) { /* each warp finishes some of the channels */
-            float total = 0;
-            for (int w = 0; w < RUN_WARPS; w++) total += part[(w * WIDTH + j) * 32 + threadIdx.x];
-            dwte[(int64_t)token[run] * C + c + j] += total;
-        }
-        __syncthreads();
+                for (int j = 0; j < WIDTH; j++) sum.v[j] += row[k].v[j];
+    }
+    shared_store(room + thread * WIDTH, sum);
+    __syncthreads();
+    for (int c = thread; c < 32 * WIDTH && channel + c < C; c += 32 * warps) {
+        float total = to[channel + c];
+        for (int w = 0; w < warps; w++) total += room[w * 32 * WIDTH + c];
+        to[channel + c] = total;
+    }
+    __syncthreads();
+}
+
+/* The first cut_blocks blocks (of grid.x) add up the pieces of cut tokens, each of the T others a row of dwpe over the batch. Threads (32, up
+ * to SUM_WARPS); blockIdx.y picks 32 packs of channels. */
+template <int WIDTH>
+__global__ void __launch_bounds__(32 * SUM_WARPS, 4)
+embedding_sums_kernel(float *dwte, float *dwpe, const float *partial, const float *dout, const EmbeddingPlan plan, int cut_blocks, int64_t B,
+                      int64_t T, int64_t C)
+{
+    SHARED(float, room, SUM_WARPS * 32 * WIDTH);
+    const int64_t channel = (int64_t)blockIdx.y * 32 * WIDTH;
+    if ((int)blockIdx.x >= cut_blocks) {
+        const int64_t t = (int)blockIdx.x - cut_blocks;
+        rows_add<WIDTH>(dwpe + t * C, dout + t * C, T * C, B, channel, C, room);
+        return;
+    }
+    const int32_t cuts = *plan.cuts;
+    for (int32_t i = blockIdx.x; i < cuts; i += cut_blocks) {
+        const int32_t first = plan.cut[i], count = plan.cut[i + 1] - first;
+        rows_add<WIDTH>(dwte + (int64_t)plan.token[first] * C, partial + (int64_t)first * C, C, count, channel, C, room);
     }
 }
 
-/* dwpe[t] += sum over b of dout[b,t]. */
-__global__ void embedding_positions_kernel(float *dwpe, const float *dout, int64_t B, int64_t T, int64_t C)
+size_t embedding_scratch_cuda(int64_t N, int64_t C) { return (size_t)embedding_cut_pieces(N) * (size_t)C * sizeof(float); }
+
+template <int WIDTH>
+static void backward(float *dwte, float *dwpe, float *partial, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
+                     Stream *stream)
 {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < T * C; i += (int64_t)gridDim.x * blockDim.x) {
-        float sum = 0;
-        for (int64_t b = 0; b < B; b++) sum += dout[b * T * C + i];
-        dwpe[i] += sum;
+    const int64_t N = B * T;
+    const EmbeddingPlan parts = embedding_plan_parts(plan, N);
+    const int64_t packs = (C + 32 * WIDTH - 1) / (32 * WIDTH); /* a lane, of a row */
+    const int64_t slices = (packs + QUADS_MOST - 1) / QUADS_MOST, quads = (packs + slices - 1) / slices;
+    const dim3 grid(blocks_resident(N, PIECE_WARPS, stream, PIECE_BLOCKS), (unsigned)slices), threads(32, PIECE_WARPS);
+#define PIECES(Q)                                                                                                           \
+    case Q: LAUNCH(KERNEL(embedding_pieces_kernel<WIDTH, Q>), grid, threads, 0, stream, dwte, partial, dout, parts, C); break
+    switch (quads) {
+        PIECES(1);
+        PIECES(2);
+        PIECES(3);
+        PIECES(4);
+        PIECES(5);
+        PIECES(6);
     }
+#undef PIECES
+    const unsigned cut_blocks = blocks_resident(N / (EMBEDDING_PIECE + 1), 1, stream, CUT_BLOCKS);
+    unsigned shares = blocks_for(B, SUM_LOADS); /* of the batch, each all under way at once */
+    if (shares > SUM_WARPS) shares = SUM_WARPS;
+    LAUNCH(embedding_sums_kernel<WIDTH>, dim3(cut_blocks + (unsigned)T, (unsigned)packs), dim3(32, shares), 0, stream, dwte, dwpe, partial, dout, parts,
+           (int)cut_blocks, B, T, C);
 }
 
-void embedding_backward_cuda(float *dwte, float *dwpe, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
-                             Stream *stream)
+void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B, int64_t T,
+                             int64_t C, Stream *stream)
 {
-    int64_t N = B * T;
-    if (N < 1) return;
-    const int WIDTH = PackWidth<float>::value;
-    unsigned blocks = blocks_resident(N, 1, stream, 16);
-    dim3 threads(32, RUN_WARPS);
-    if (packs_fit<float>(C, dout))
-        LAUNCH(embedding_tokens_kernel<WIDTH>, dim3(blocks, blocks_for(C, 32 * WIDTH)), threads, 0, stream, dwte, dout, plan, N, C);
+    float *partial = (float *)scratch;
+    if (B * T < 1) return;
+    if (packs_fit<float>(C, dwte, dwpe, scratch, dout))
+        backward<PackWidth<float>::value>(dwte, dwpe, partial, dout, plan, B, T, C, stream);
     else
-        LAUNCH(embedding_tokens_kernel<1>, dim3(blocks, blocks_for(C, 32)), threads, 0, stream, dwte, dout, plan, N, C);
-    LAUNCH(embedding_positions_kernel, blocks_resident(T * C, THREADS, stream, 16), THREADS, 0, stream, dwpe, dout, B, T, C);
+        backward<1>(dwte, dwpe, partial, dout, plan, B, T, C, stream);
 }
 
 #define INSTANTIATE(Real)                                                                                                   \

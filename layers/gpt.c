@@ -312,6 +312,7 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
     if (options->training) {
         int64_t flat, flat_decay;
         tensors_layout(NULL, NULL, &flat, &flat_decay, config, Vp);
+        work = larger(work, backend->embedding_scratch(N, C));
         work = larger(work, backend->layernorm_scratch(N, C));
         work = larger(work, backend->linear_scratch(N, C, 3 * C));
         work = larger(work, backend->linear_scratch(N, C, C));
@@ -834,8 +835,8 @@ static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
         mlp_backward(gpt, l, N);
         attention_half_backward(gpt, l, B, T);
     }
-    be->embedding_backward(gradient_at(gpt, GPT_WTE, 0), gradient_at(gpt, GPT_WPE, 0), dresid_at(gpt), batch_plan(gpt, N), B, T, C,
-                           gpt->stream);
+    be->embedding_backward(gradient_at(gpt, GPT_WTE, 0), gradient_at(gpt, GPT_WPE, 0), gpt->scratch + gpt->layout.work,
+                           dresid_at(gpt), batch_plan(gpt, N), B, T, C, gpt->stream);
 }
 
 double gpt_backward(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T, float dscale)

@@ -289,11 +289,13 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V)
     Tensor wte = tensor_new(V * C, 0, RANDOM, 1), wpe = tensor_new(T * C, 0, RANDOM, 1);
     Tensor dwte = tensor_new(V * C, 1, RANDOM, 1), dwpe = tensor_new(T * C, 1, RANDOM, 1);
     Tensor out = tensor_new(N * C, 1, NOTHING, 0), dout = tensor_new(N * C, 1, RANDOM, 1);
+    void *scratch = scratch_new(gpu->embedding_scratch(N, C));
     Output forward[] = {{&out, "out"}}, backward[] = {{&dwte, "dwte"}, {&dwpe, "dwpe"}};
     COMPARE(forward, cpu->embedding_forward(out.cpu, tokens, wte.cpu, wpe.cpu, B, T, C, cpu_stream),
             gpu->embedding_forward(out.gpu, gpu_tokens, wte.gpu, wpe.gpu, B, T, C, gpu_stream));
-    COMPARE(backward, cpu->embedding_backward(dwte.cpu, dwpe.cpu, dout.cpu, plan, B, T, C, cpu_stream),
-            gpu->embedding_backward(dwte.gpu, dwpe.gpu, dout.gpu, gpu_plan, B, T, C, gpu_stream));
+    COMPARE(backward, cpu->embedding_backward(dwte.cpu, dwpe.cpu, NULL, dout.cpu, plan, B, T, C, cpu_stream),
+            gpu->embedding_backward(dwte.gpu, dwpe.gpu, scratch, dout.gpu, gpu_plan, B, T, C, gpu_stream));
+    gpu->free(scratch, gpu_stream);
     gpu->free(gpu_tokens, gpu_stream);
     gpu->free(gpu_plan, gpu_stream);
     free(tokens);
@@ -448,6 +450,10 @@ static void test_backend(void)
     test_embedding(2, 3, 5, 7);
     test_embedding(3, 17, 48, 2);
     test_embedding(5, 65, 130, 257);
+    test_embedding(70, 5, 64, 9);
+    test_embedding(2, 40, 1604, 3);
+    test_embedding(11, 7, 1000, 40);
+    test_embedding(9, 33, 1030, 4);
     test_loss(1, 1, 1, 1);
     test_loss(7, 2, 16, 3);
     test_loss(33, 257, 384, 5);

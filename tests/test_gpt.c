@@ -88,6 +88,11 @@ static size_t greedy_linear_scratch(int64_t N, int64_t C, int64_t OC)
     return backend_cpu_fp32.linear_scratch(N, C, OC) + EXTRA_SCRATCH;
 }
 
+static size_t greedy_embedding_scratch(int64_t N, int64_t C)
+{
+    return backend_cpu_fp32.embedding_scratch(N, C) + EXTRA_SCRATCH;
+}
+
 static size_t greedy_norm_scratch(int64_t n) { return backend_cpu_fp32.norm_scratch(n) + EXTRA_SCRATCH; }
 
 static void greedy_layernorm_backward(float *dx, void *rounded, float *dweight, float *dbias, void *scratch,
@@ -96,6 +101,13 @@ static void greedy_layernorm_backward(float *dx, void *rounded, float *dweight, 
 {
     memset(scratch, 0xFF, greedy_layernorm_scratch(N, C));
     backend_cpu_fp32.layernorm_backward(dx, rounded, dweight, dbias, scratch, dresid, dout, x, weight, mean, rstd, N, C, queue);
+}
+
+static void greedy_embedding_backward(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
+                                      int64_t T, int64_t C, Stream *queue)
+{
+    memset(scratch, 0xFF, greedy_embedding_scratch(B * T, C));
+    backend_cpu_fp32.embedding_backward(dwte, dwpe, scratch, dout, plan, B, T, C, queue);
 }
 
 static void greedy_linear_backward_weight(float *dweight, float *dbias, void *scratch, const void *dout, const void *x,
@@ -122,9 +134,11 @@ static void open_backend(void)
     fenced.alloc = fenced_alloc;
     fenced.free = fenced_free;
     fenced.memory_available = fenced_available;
+    fenced.embedding_scratch = greedy_embedding_scratch;
     fenced.layernorm_scratch = greedy_layernorm_scratch;
     fenced.linear_scratch = greedy_linear_scratch;
     fenced.norm_scratch = greedy_norm_scratch;
+    fenced.embedding_backward = greedy_embedding_backward;
     fenced.layernorm_backward = greedy_layernorm_backward;
     fenced.linear_backward_weight = greedy_linear_backward_weight;
     fenced.global_norm = greedy_global_norm;

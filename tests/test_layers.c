@@ -185,10 +185,10 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V, Stream *s
     cpu->embedding_forward(out.data, tokens, wte.data, wpe.data, B, T, C, stream);
     check_close("out", out.data, want, size, N * C, BOUNDS.embedding);
     embedding_plan(plan, tokens, N);
-    cpu->embedding_backward(dwte.data, dwpe.data, dout.data, plan, B, T, C, stream);
+    cpu->embedding_backward(dwte.data, dwpe.data, NULL, dout.data, plan, B, T, C, stream);
     check_close("dwte", dwte.data, want_wte, size_wte, V * C, BOUNDS.embedding_gradient);
     check_close("dwpe", dwpe.data, want_wpe, size_wpe, T * C, BOUNDS.embedding_gradient);
-    cpu->embedding_backward(dwte2.data, dwpe2.data, dout.data, plan, B, T, C, stream);
+    cpu->embedding_backward(dwte2.data, dwpe2.data, NULL, dout.data, plan, B, T, C, stream);
     check_same("dwte", dwte2, dwte);
     check_same("dwpe", dwpe2, dwpe);
     Buffer all[] = {wte, wpe, out, dout, dwte, dwpe, dwte2, dwpe2};
@@ -199,28 +199,54 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V, Stream *s
     free(plan);
 }
 
-/* The plan is a stable sort: checked against its definition, for tokens of one, two and three digits of the radix. */
+/* The plan against its definition, for tokens of one, two and three digits of the radix; the buffer's last word is used, and not
+ * the one behind it. */
 static void test_embedding_plan(int64_t N, int64_t V)
 {
     TEST("embedding plan of %lld tokens below %lld", (long long)N, (long long)V);
+    enum { MOST = EMBEDDING_PIECE };
     uint64_t seed = 5;
-    int32_t *tokens = malloc((size_t)(N + 1) * sizeof *tokens);
-    int32_t *plan = malloc((size_t)embedding_plan_size(N) * sizeof *plan);
-    for (int64_t n = 0; n < N; n++) tokens[n] = (int32_t)(random_u64(&seed) % (uint64_t)V);
+    int64_t size = embedding_plan_size(N), cut_pieces = 0;
+    int32_t *tokens = malloc((size_t)(N + 1) * sizeof *tokens), *rows = calloc((size_t)V, sizeof *rows);
+    int32_t *plan = malloc((size_t)(size + 1) * sizeof *plan);
+    for (int64_t n = 0; n < N; n++) rows[tokens[n] = (int32_t)(random_u64(&seed) % (uint64_t)V)]++;
+    plan[size] = 12345;
     embedding_plan(plan, tokens, N);
-    const int32_t *order = plan, *begin = plan + N, *token = begin + N + 1;
-    int32_t runs = token[N], at = 0;
-    for (int32_t r = 0; r < runs; r++) {
-        CHECK(begin[r] == at && begin[r + 1] > at, "run %d begins at %d, expected %d", r, begin[r], at);
-        CHECK(r == 0 || token[r] > token[r - 1], "run %d is of token %d, the one before of %d", r, token[r], token[r - 1]);
-        for (; at < begin[r + 1]; at++) {
-            CHECK(tokens[order[at]] == token[r], "place %d holds token %d in a run of %d", at, tokens[order[at]], token[r]);
-            int32_t before = at > begin[r] ? order[at - 1] : -1;
-            CHECK(order[at] > before, "positions %d, %d are out of order", before, order[at]);
+    CHECK(plan[size] == 12345, "the plan is larger than embedding_plan_size says");
+    EmbeddingPlan p = embedding_plan_parts(plan, N);
+    int32_t pieces = *p.pieces, cuts = *p.cuts, at = 0;
+    for (int32_t k = 0; k < pieces; k++) {
+        int32_t before = k > 0 && p.token[k] == p.token[k - 1] ? p.order[at - 1] : -1;
+        CHECK(p.begin[k] == at && p.begin[k + 1] > at && p.begin[k + 1] <= at + MOST, "piece %d is from %d to %d, expected from %d",
+              k, p.begin[k], p.begin[k + 1], at);
+        for (; at < p.begin[k + 1]; before = p.order[at++]) {
+            CHECK(tokens[p.order[at]] == p.token[k], "place %d holds token %d in a piece of %d", at, tokens[p.order[at]], p.token[k]);
+            CHECK(p.order[at] > before, "positions %d, %d are out of order", before, p.order[at]);
+            rows[p.token[k]]--;
         }
     }
-    CHECK(at == N, "the runs hold %d of %lld positions", at, (long long)N);
+    CHECK(at == N && p.begin[pieces] == N, "the pieces hold %d of %lld positions", at, (long long)N);
+    for (int64_t v = 0; v < V; v++) CHECK(rows[v] == 0, "%d positions of token %lld are missing", rows[v], (long long)v);
+    CHECK(p.cut[0] == 0, "the first cut token begins at piece %d", p.cut[0]);
+    for (int32_t i = 0; i < cuts; cut_pieces = p.cut[++i]) {
+        int32_t first = p.cut[i], last = p.cut[i + 1] - 1, least = MOST, most = 0;
+        CHECK(last > first, "cut token %d has pieces %d to %d", i, first, last);
+        for (int32_t k = first; k <= last; k++) {
+            int32_t length = p.begin[k + 1] - p.begin[k];
+            CHECK(p.token[k] == p.token[first], "piece %d is of token %d, cut token %d is %d", k, p.token[k], i, p.token[first]);
+            if (length < least) least = length;
+            if (length > most) most = length;
+        }
+        CHECK(most - least <= 1, "the pieces of cut token %d have from %d to %d positions", i, least, most);
+        CHECK(p.begin[last + 1] - p.begin[first] > MOST, "token %d was cut without need", p.token[first]);
+    }
+    CHECK(cut_pieces <= embedding_cut_pieces(N), "%lld pieces of cut tokens, at most %lld are said to be", (long long)cut_pieces,
+          (long long)embedding_cut_pieces(N));
+    for (int64_t k = cut_pieces + 1; k < pieces; k++)
+        CHECK(p.begin[k + 1] - p.begin[k] <= p.begin[k] - p.begin[k - 1] && p.token[k] != p.token[k - 1],
+              "piece %lld is longer than the one before, or of the same token", (long long)k);
     free(tokens);
+    free(rows);
     free(plan);
 }
 
@@ -846,9 +872,10 @@ static Buffer run_divided(Stream *stream)
     cpu->linear_backward_input(at, dout.data, weight.data, x.data, N, C, OC, stream), at += N * C;
     cpu->linear_backward_weight(at, at + OC * C, NULL, dout.data, x.data, N, C, OC, stream), at += OC * C + OC;
     cpu->embedding_forward(at, tokens, weight.data, weight.data, 1, N, C, stream), at += N * C;
-    int32_t plan[3 * N + 2];
+    int32_t *plan = malloc((size_t)embedding_plan_size(N) * sizeof *plan);
     embedding_plan(plan, tokens, N);
-    cpu->embedding_backward(at, at + OC * C, x.data, plan, 1, N, C, stream), at += OC * C + N * C;
+    cpu->embedding_backward(at, at + OC * C, NULL, x.data, plan, 1, N, C, stream), at += OC * C + N * C;
+    free(plan);
     cpu->layernorm_forward(at, at + N * C, at + N * C + N, x.data, bias.data, bias.data + 50, N, C, stream);
     cpu->layernorm_backward(at + N * C + 2 * N, NULL, at + 2 * N * C + 2 * N, at + 2 * N * C + 2 * N + C, scratch.data,
                             at + N * C + 2 * N, dout.data, x.data, bias.data, at + N * C, at + N * C + N, N, C, stream);
@@ -1006,9 +1033,12 @@ static void test_row_shapes(Stream *stream)
     test_norm_backward(700, 48, stream);
     test_embedding_plan(0, 1);
     test_embedding_plan(1, 1);
+    test_embedding_plan(9, 1);
     test_embedding_plan(700, 257);
+    test_embedding_plan(700, 60);
+    test_embedding_plan(1000, 3);
     test_embedding_plan(3000, 50257);
-    test_embedding_plan(1000, 100000000);
+    test_embedding_plan(1000, 10000000);
     test_embedding(0, 5, 8, 3, stream);
     test_embedding(1, 1, 1, 1, stream);
     test_embedding(2, 3, 5, 7, stream);
