@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -66,7 +67,7 @@ class Failed(Exception):
     """A command that failed, and the end of what it said."""
 
 
-# --- the machine -----------------------------------------------------------------------------------------------------------
+# --- the machine --------------------------------------------------------------------------------------------------------
 
 def command_output(*command):
     """What a command prints, "" where it cannot be run or fails."""
@@ -127,28 +128,33 @@ def results_path(machine, name):
     return os.path.join(folder, name)
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------------------
 
 class DeviceMemory:
     """Bytes that the first GPU's memory holds at most while this is open, beyond what it held before: .peak, None where
-    nvidia-smi does not tell."""
+    nvidia-smi does not tell. It is asked anew each time: run in a loop it may keep what it prints to itself."""
     QUERY = ("nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    PAUSE = 0.1  # seconds between two questions
 
     def __enter__(self):
-        self.before, self.peak = re.findall(r"\d+", command_output(*self.QUERY)), None
-        self.file = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([*self.QUERY, "-lms", "50"], stdout=self.file, stderr=subprocess.DEVNULL) \
-            if self.before else None
+        self.samples, self.over = [self.used()], threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
         return self
 
+    def used(self):
+        """Now, in MiB; None where it is not told."""
+        found = re.match(r"\d+", command_output(*self.QUERY))
+        return int(found.group()) if found else None
+
+    def watch(self):
+        while not self.over.wait(self.PAUSE) and self.samples[0] is not None:
+            self.samples.append(self.used() or 0)
+
     def __exit__(self, *_):
-        if self.process:
-            self.process.terminate()
-            self.process.wait()
-            self.file.seek(0)
-            used = [int(word) for word in re.findall(r"^\d+$", self.file.read(), re.M)]
-            self.peak = (max(used) - int(self.before[0])) * 2**20 if used else None
-        self.file.close()
+        self.over.set()
+        self.thread.join()
+        self.peak = (max(self.samples) - self.samples[0]) * 2**20 if len(self.samples) > 1 else None
 
 
 def write_shard(path, vocab, count, seed):
@@ -220,7 +226,7 @@ def stamp():
     return f"{datetime.date.today()} {commit()}"
 
 
-# --- the trainer on a CPU --------------------------------------------------------------------------------------------------
+# --- the trainer on a CPU -----------------------------------------------------------------------------------------------
 
 def bench_cpu(folder, wanted, rows):
     """One row for each configuration that is wanted(name)."""
@@ -246,7 +252,7 @@ def bench_cpu(folder, wanted, rows):
         print_row(rows[-1])
 
 
-# --- the trainer on a GPU --------------------------------------------------------------------------------------------------
+# --- the trainer on a GPU -----------------------------------------------------------------------------------------------
 
 def gibibytes(count):
     return "" if count is None else round(count / 2**30, 2)
@@ -319,7 +325,7 @@ def bench_gpu(folder, wanted, attentions, python, rows):
             print_row(rows[-1])
 
 
-# --- the rest of the bench -------------------------------------------------------------------------------------------------
+# --- the rest of the bench ----------------------------------------------------------------------------------------------
 
 def bench_prepare(folder, rows):
     """Megabytes of text a second and core that data/prepare.py turns into byte shards."""
@@ -344,7 +350,7 @@ def print_row(row):
     print("  ".join(f"{value:<36}" if key == "what" else f"{key} {value}" for key, value in row.items()), flush=True)
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------------------------------
 
 def read_rows(path):
     """Rows of a CSV under dev/results; lines that begin with # are its remarks."""

@@ -71,7 +71,7 @@ SPIN_CYCLES = 2_000_000  # about a millisecond, in which the CPU queues what is 
 TRUTH_MATRICES = 14  # T x T matrices of float64 that solve() holds at most
 
 
-# --- the truth and the judgement (tests/attention_truth.h, tests/bounds.h) ------------------------------------------------
+# --- the truth and the judgement (tests/attention_truth.h, tests/bounds.h) ----------------------------------------------
 
 QUANTITIES = ("O", "LSE", "dQ", "dK", "dV")
 Bounds = collections.namedtuple("Bounds", "stripe factor roundoff table")
@@ -188,7 +188,7 @@ class Truth:
         return worst, sentence
 
 
-# --- tensors and what works on them --------------------------------------------------------------------------------------
+# --- tensors and what works on them -------------------------------------------------------------------------------------
 
 Tensors = collections.namedtuple("Tensors", "shape scale Q K V dO")  # Q, K, V, dO: (B, NH, T, HS) views
 
@@ -296,7 +296,7 @@ class Peer(Subject):
         return dict(zip(("O", "dQ", "dK", "dV"), (self.values["out"], *self.gradients)))
 
 
-# --- time ----------------------------------------------------------------------------------------------------------------
+# --- time ---------------------------------------------------------------------------------------------------------------
 
 class Timer:
     """Seconds of one call with cold caches."""
@@ -332,7 +332,7 @@ def time_subjects(subjects, timer, repeats):
                 subject.times[way].append(timer.seconds(getattr(subject, way)))
 
 
-# --- a shape -------------------------------------------------------------------------------------------------------------
+# --- a shape ------------------------------------------------------------------------------------------------------------
 
 def describe(shape):
     return f"B{shape.B} NH{shape.NH} T{shape.T} HS{shape.HS} {shape.dtype}{' packed' if shape.packed else ''}"
@@ -440,7 +440,7 @@ def print_rows(rows, device):
               (f"  {row['note']}" if row["note"] else ""), flush=True)
 
 
-# --- options -------------------------------------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------------------------------
 
 def parse_shape(text):
     match = re.fullmatch(r"([1-9]\d*),([1-9]\d*),([1-9]\d*),([1-9]\d*)(,packed)?", text)

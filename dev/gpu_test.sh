@@ -1,14 +1,16 @@
 #!/bin/sh
 # Runs the tests on a machine with a GPU from a tree that was built elsewhere, and writes tests/gpu_report.txt: what they ran
-# on, every line of every test, and what compute-sanitizer says.
+# on, every line of every test, and a line for each tool of compute-sanitizer.
 #
 #   sh dev/gpu_test.sh [tests|sanitize|all] [COMMIT]
 #
 # tests: the programs in $BUILD/tests and tests/test_*.py, as `make test` runs them but for the emulation, building nothing.
-# sanitize: memcheck, racecheck and initcheck over the CUDA tests and a few training steps; added to the report. all: both.
+# sanitize: memcheck, racecheck and initcheck, each over a few training steps and the CUDA tests; added to the report.
+# all: both.
 # COMMIT goes into the report where the tree has no git. Environment: BUILD (build), TRAIN (train_gpt), PYTHON (python3),
-# FLASHGPT_TESTS (part of the name of the tests to run; then the report stays as it is), SANITIZER_SECONDS for each run
-# (300).
+# FLASHGPT_TESTS (part of the name of the tests to run; then the report stays as it is), FLASHGPT_GPU_ONLY (1: the CPU's
+# attention kernels are not tested again), TOOLS (memcheck racecheck initcheck), SANITIZER_SECONDS that a tool has for all it
+# runs over (180): what it does not finish in them has failed. REPORT (tests/gpu_report.txt).
 # Exit status: 0 all passed, 1 something failed, 2 wrong arguments.
 cd "$(dirname "$0")/.." || exit 1
 what=${1:-all}
@@ -19,7 +21,12 @@ esac
 [ -z "$2" ] || export FLASHGPT_COMMIT="$2"
 export BUILD="${BUILD:-build}" TRAIN="${TRAIN:-train_gpt}"
 python=${PYTHON:-python3}
-report=tests/gpu_report.txt
+report=${REPORT:-tests/gpu_report.txt}
+tools=${TOOLS:-memcheck racecheck initcheck}
+seconds=${SANITIZER_SECONDS:-180}
+case $seconds in
+    '' | *[!0-9]*) echo "dev/gpu_test.sh: SANITIZER_SECONDS is '$seconds', expected a number" >&2; exit 2 ;;
+esac
 status=0
 
 nvidia-smi > /dev/null 2>&1 || { echo "dev/gpu_test.sh: no GPU is visible: nvidia-smi failed" >&2; exit 1; }
@@ -27,55 +34,88 @@ nvidia-smi > /dev/null 2>&1 || { echo "dev/gpu_test.sh: no GPU is visible: nvidi
 if [ "$what" != sanitize ]; then
     programs=
     for source in tests/test_*.c; do programs="$programs $BUILD/tests/$(basename "$source" .c)"; done
-    # shellcheck disable=SC2086 -- names of programs hold no blanks
+    # Names of programs hold no blanks.
+    # shellcheck disable=SC2086
     "$python" tests/run.py --gpu-report "$report" $programs tests/test_*.py || status=1
 fi
 
-# sanitized TOOL COMMAND...: one line, "ok" or "FAIL" with the end of what was printed. Counted.
-passed=0 failed=0
+# sanitized NAME COMMAND...: runs a command under $tool, until $deadline at most. Adds NAME to $finished, or to $faults with
+# what went wrong; the end of what was printed then goes to the terminal.
 sanitized() {
-    tool=$1
+    name=$1
     shift
+    left=$((deadline - $(date +%s)))
+    if [ "$left" -le 0 ]; then
+        faults="$faults; $name: not begun"
+        return
+    fi
     log=$(mktemp)
-    if FLASHGPT_SANITIZE=1 timeout "${SANITIZER_SECONDS:-300}" compute-sanitizer --tool "$tool" --error-exitcode 99 \
-        "$@" > "$log" 2>&1 && grep -qE "(ERROR|RACECHECK) SUMMARY: 0 " "$log"; then
-        echo "ok   $tool: $*: $(grep -E 'SUMMARY: ' "$log" | tail -n 1 | sed 's/^=* *//')"
-        passed=$((passed + 1))
+    timeout "$left" compute-sanitizer --tool "$tool" --error-exitcode 99 "$@" > "$log" 2>&1
+    case $? in
+        0) fault=$(grep -qE '(ERROR|RACECHECK) SUMMARY: 0 ' "$log" || echo "ended without a summary of 0 errors") ;;
+        124) fault="did not finish" ;;
+        99) fault=$(grep -E 'SUMMARY: ' "$log" | tail -n 1 | sed 's/^=* *//') ;;
+        *) fault="failed: $(tail -n 1 "$log")" ;;
+    esac
+    if [ -z "$fault" ]; then
+        finished="$finished, $name"
     else
-        echo "FAIL $tool: $*"
+        faults="$faults; $name: $fault"
+        echo "--- $tool over $name"
         tail -n 40 "$log"
-        failed=$((failed + 1))
     fi
     rm -f "$log"
 }
 
-sanitize_all() {
-    echo "== compute-sanitizer"
-    if ! command -v compute-sanitizer > /dev/null; then
-        echo "skip compute-sanitizer: it is not on the PATH"
-        echo "   0 passed, 0 failed, 1 skipped"
-        return 0
-    fi
-    run=$(mktemp -d)
-    "$python" data/prepare.py --text builtin --builtin-bytes 100000 --out "$run/data" > /dev/null || return 1
-    for tool in memcheck racecheck initcheck; do
-        sanitized "$tool" "$BUILD/tests/test_attention" again
-        sanitized "$tool" "$BUILD/tests/test_cuda_layers"
-        for dtype in fp32 bf16; do
-            sanitized "$tool" "./$TRAIN" --data "$run/data" --device cuda --dtype "$dtype" --layers 2 --heads 2 --dim 32 \
-                --seq 33 --batch 3 --steps 3 --eval-every 0 --save-every 0 --sample-every 0 --out "$run/$tool-$dtype"
-        done
+# All that a tool runs over, what matters most first; one line in $lines.
+run_tool() {
+    finished='' faults=''
+    began=$(date +%s)
+    deadline=$((began + seconds))
+    for dtype in bf16 fp32; do
+        sanitized "train_gpt $dtype" "./$TRAIN" --data "$run/data" --device cuda --dtype "$dtype" --layers 2 --heads 2 \
+            --dim 32 --seq 33 --batch 3 --steps 3 --eval-every 0 --save-every 0 --out "$run/$tool-$dtype"
     done
-    rm -rf "$run"
-    echo "   $passed passed, $failed failed"
+    sanitized test_attention "$BUILD/tests/test_attention" again
+    sanitized test_cuda_gpt "$BUILD/tests/test_cuda_gpt"
+    sanitized test_cuda_layers "$BUILD/tests/test_cuda_layers"
+    took="$(($(date +%s) - began)) s"
+    clean=${finished#, }
+    if [ -z "$faults" ]; then
+        lines="${lines}ok   compute-sanitizer $tool: nothing found in $clean, $took
+"
+        passed=$((passed + 1))
+    else
+        lines="${lines}FAIL compute-sanitizer $tool: ${faults#; }; nothing found in ${clean:-any other}, $took
+"
+        failed=$((failed + 1))
+    fi
+}
+
+sanitize_all() {
+    # GOMP_SPINCOUNT: so that the trainer does not start itself anew under the tool to set it.
+    export FLASHGPT_SANITIZE=1 FLASHGPT_GPU_ONLY=1 GOMP_SPINCOUNT=1000
+    lines='' passed=0 failed=0 skipped=0
+    if command -v compute-sanitizer > /dev/null; then
+        run=$(mktemp -d)
+        if "$python" data/prepare.py --text builtin --builtin-bytes 100000 --out "$run/data" > /dev/null; then
+            for tool in $tools; do run_tool; done
+        else
+            lines='FAIL compute-sanitizer: data/prepare.py failed
+' failed=1
+        fi
+        rm -rf "$run"
+    else
+        lines='skip compute-sanitizer: it is not on the PATH
+' skipped=1
+    fi
+    lines="$lines   $passed passed, $failed failed, $skipped skipped"
+    printf '%s\n' "$lines"
+    printf '\n== compute-sanitizer\n%s\n' "$lines" >> "$report"
     [ "$failed" -eq 0 ]
 }
 
 if [ "$what" != tests ]; then
-    part=$(mktemp)
-    { sanitize_all || echo "FAIL compute-sanitizer"; } | tee "$part"
-    grep -q '^FAIL' "$part" && status=1
-    { echo; cat "$part"; } >> "$report"
-    rm -f "$part"
+    sanitize_all || status=1
 fi
 exit $status
