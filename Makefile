@@ -89,7 +89,7 @@ KERNELS += $(patsubst dev/attention/%.cu,$(BUILD)/attention/%.so,$(wildcard dev/
 endif
 LIBATTENTION := $(BUILD)/libattention.so
 
-.PHONY: all run test test-c test-simt emulated tests fuzz bench kernels libattention clean help
+.PHONY: all run test test-c test-simt emulated tests fuzz bench bench-torch profile kernels libattention clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -125,6 +125,12 @@ SECONDS_TO_FUZZ ?= 60
 bench: all $(BENCHES) $(KERNELS)  ## measure speed and memory; tables on stdout and in dev/results
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) $(PYTHON) dev/bench.py $(BENCHES)
 
+bench-torch: $(LIBATTENTION)  ## the attention kernels beside PyTorch's, verified and timed on the same tensors
+	@LIBATTENTION=$(LIBATTENTION) $(PYTHON) dev/bench_attention.py
+
+profile: all  ## where a training step's time goes on a GPU, kernel by kernel (needs ncu)
+	@TRAIN=$(TRAIN) $(PYTHON) dev/profile_step.py
+
 KERNEL_TOOLS := $(BUILD)/tests/test_attention $(BUILD)/dev/bench_attention
 kernels: $(KERNELS) $(KERNEL_TOOLS)  ## build the kernels of dev/attention as build/attention/*.so, their checker and bench
 
@@ -134,7 +140,7 @@ clean:  ## remove everything that was built (runs/ stays)
 	rm -rf build train_gpt
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@sed -n '/^# Variables/,/^$$/s/^# //p' Makefile
 
 $(TRAIN): $(BUILD)/train_gpt.o $(OBJECTS)

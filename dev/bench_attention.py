@@ -372,7 +372,7 @@ def bench_shape(shape, options, timer, bounds):
     """Verifies and times all kernels on a shape, prints its table. Returns (rows of the CSV, how many of ours are wrong)."""
     tensors = make_tensors(shape, options.device)
     on_gpu = options.device == "cuda"
-    memory = torch.cuda.mem_get_info()[0] // 2 if on_gpu else 1 << 30
+    memory = min(32 << 30, torch.cuda.mem_get_info()[0] // 2) if on_gpu else 1 << 30
     truth = Truth(tensors, bounds, memory) if options.verify else None
     if on_gpu:
         torch.cuda.empty_cache()

@@ -61,11 +61,12 @@ def run_steps(options, device, compiled, count):
     if compiled:
         loss_of = torch.compile(loss_of)
     tokens = torch.randint(options.vocab, (count, options.batch, options.seq + 1), device=device)
+    inputs, targets = tokens[:, :, :-1].contiguous(), tokens[:, :, 1:].contiguous()  # (count, B, T)
     parameters = list(model.parameters())
 
     def step(i):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=options.dtype == "bf16"):
-            loss = loss_of(tokens[i, :, :-1], tokens[i, :, 1:])
+            loss = loss_of(inputs[i], targets[i])
         loss.backward()
         if options.clip:
             torch.nn.utils.clip_grad_norm_(parameters, options.clip)

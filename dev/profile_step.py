@@ -80,8 +80,8 @@ def parse_ncu(text, metrics=(TIME, BYTES)):
     factor = {}
     for metric in metrics:
         unit = units[names.index(metric)] if units else ""
-        factor[metric] = {**SECONDS, **COUNTS, "": 1}.get(unit)
-        if factor[metric] is None:
+        factor[metric] = {**SECONDS, **COUNTS}.get(unit)
+        if factor[metric] is None and metric in (TIME, BYTES):
             raise Failed(f"ncu gives {metric} in '{unit}', expected one of {', '.join([*SECONDS, *COUNTS])}")
     for row in rows[2:]:
         values = dict(zip(names, row))
