@@ -1,4 +1,5 @@
-/* simt.cpp - the machine behind simt.h: fibers, the scheduler of a block, the memory of who touched what.
+/* simt.cpp - the machine behind simt.h: fibers, the scheduler of a block, the memory of who touched what, the asynchronous
+ * copies on their way into it.
  *
  * Compiled without sanitizers (they are found at run time, through weak symbols), so that the bookkeeping of every access
  * costs little and switching stacks is not instrumented.
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "simt_machine.h"
+#include "simt_tensor.h"
 
 #ifndef __x86_64__
 #include <ucontext.h>
@@ -103,17 +105,28 @@ static void fiber_switch(Fiber *from, Fiber *to, bool ends)
 
 enum ThreadState { READY, AT_BARRIER, IN_COLLECTIVE, RETURNED };
 
+/* An asynchronous copy under way: where it goes, and what stood at its source when it was issued. */
+struct Copy {
+    SimtRange range;
+    ptrdiff_t at;
+    const void *from; /* NULL: zeros */
+    unsigned char bytes[SIMT_COPY];
+    uint64_t group;
+    SimtSite site;
+};
+
 struct Thread {
     Fiber fiber;
     uint3 index;
     ThreadState state;
     SimtSite site; /* of the barrier or collective it waits in */
     const char *call;
-    SimtVote vote;
     unsigned mask;
     uint64_t payload, result;
     int source;
     uint32_t known[WARP]; /* vector clock: up to when each lane of the warp is known to this thread; [own lane]: now */
+    std::vector<Copy> copies; /* under way, in the order of issue */
+    uint64_t groups_closed;   /* groups of copies so far; the next copy is of group number groups_closed */
 };
 
 /* An access as one number, so that the next one compares quickly: epoch, clock, thread, whether atomic. An epoch is the time
@@ -166,6 +179,7 @@ static struct {
 
 static Thread threads[SIMT_MAX_THREADS];
 static Byte shared_bytes_known[SIMT_SHARED_LIMIT];
+static uint16_t copy_owner[SIMT_SHARED_LIMIT / SIMT_COPY]; /* whose copy is on its way there: thread + 1; 0 nobody's */
 alignas(1024) static unsigned char shared_memory[SIMT_SHARED_LIMIT];
 
 bool simt_faulted(void) { return machine.faulted; }
@@ -374,6 +388,33 @@ static bool same_collective(const Thread *a, const Thread *b)
     return b->state == IN_COLLECTIVE && b->mask == a->mask && b->call == a->call && same_site(a->site, b->site);
 }
 
+/* The running thread comes to a collective. True where it is the last of `mask`, while all others still stand there; else it
+ * has waited, and the last has seen to everything. */
+static bool collective_enter(const char *name, unsigned mask, uint64_t payload, SimtSite site)
+{
+    Thread *self = machine.current, *warp = warp_of(self);
+    self->site = site;
+    self->call = name;
+    self->mask = mask;
+    self->payload = payload;
+    self->state = IN_COLLECTIVE;
+    for (unsigned rest = mask; rest; rest &= rest - 1)
+        if (!same_collective(self, warp + __builtin_ctz(rest))) {
+            wait_in(IN_COLLECTIVE);
+            return false;
+        }
+    return true;
+}
+
+/* The last of `mask` lets the others go on, as it does. */
+static void collective_leave(unsigned mask)
+{
+    Thread *self = machine.current, *warp = warp_of(self);
+    for (unsigned rest = mask & ~(1u << (self - warp)); rest; rest &= rest - 1) thread_ready(warp + __builtin_ctz(rest));
+    self->state = READY;
+    machine.pauses = 0;
+}
+
 uint64_t simt_collective(SimtVote vote, const char *name, unsigned mask, uint64_t payload, int source, SimtSite site)
 {
     Thread *self = machine.current;
@@ -386,23 +427,27 @@ uint64_t simt_collective(SimtVote vote, const char *name, unsigned mask, uint64_
     if (vote == SIMT_SHUFFLE && !(mask >> source & 1))
         simt_fault("%s at %s:%d reads lane %d, which is not in its mask 0x%08x or not in the block", name, site.file,
                    site.line, source, mask);
-    self->site = site;
-    self->call = name;
-    self->vote = vote;
-    self->mask = mask;
-    self->payload = payload;
     self->source = source;
-    self->state = IN_COLLECTIVE;
-    for (unsigned rest = mask; rest; rest &= rest - 1)
-        if (!same_collective(self, warp + __builtin_ctz(rest))) {
-            wait_in(IN_COLLECTIVE);
-            return self->result;
-        }
-    collective_resolve(warp, mask, vote);
-    for (unsigned rest = mask & ~(1u << lane); rest; rest &= rest - 1) thread_ready(warp + __builtin_ctz(rest));
-    self->state = READY;
-    machine.pauses = 0;
+    if (collective_enter(name, mask, payload, site)) {
+        collective_resolve(warp, mask, vote);
+        collective_leave(mask);
+    }
     return self->result;
+}
+
+void simt_warp_meet(const char *name, void *mine, void (*resolve)(void *const *lanes), SimtSite site)
+{
+    if (!machine.current) simt_fault("%s", name);
+    const Thread *warp = warp_of(machine.current);
+    unsigned mask = warp_lanes(warp);
+    if (mask != 0xffffffff)
+        simt_fault("%s at %s:%d needs all 32 lanes of a warp, and the block ends after %d of this one", name, site.file,
+                   site.line, __builtin_popcount(mask));
+    if (!collective_enter(name, mask, (uint64_t)(uintptr_t)mine, site)) return;
+    void *lanes[WARP];
+    for (int lane = 0; lane < WARP; lane++) lanes[lane] = (void *)(uintptr_t)warp[lane].payload;
+    resolve(lanes);
+    collective_leave(mask);
 }
 
 unsigned __activemask(void)
@@ -480,10 +525,19 @@ static inline void readers_add(Byte *byte, Stamp now)
     byte->reader = now;
 }
 
-void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
+[[noreturn]] static void copy_raise(const SimtRange &range, ptrdiff_t at, bool writes)
 {
-    Thread *self = machine.current;
-    if (!self) simt_fault("an access to shared memory");
+    const Thread *owner = threads + copy_owner[at / SIMT_COPY] - 1;
+    const Copy *copy = owner->copies.data();
+    while (copy->at / SIMT_COPY != at / SIMT_COPY) copy++;
+    simt_fault("%s of shared memory whose copy is still under way: byte %td of %s, to which %s copies at %s:%d",
+               writes ? "write" : "read", at - (ptrdiff_t)range.begin, range.name, thread_name(owner).text,
+               copy->site.file, copy->site.line);
+}
+
+void simt_shared_check(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
+{
+    if (!machine.current) simt_fault("an access to shared memory");
     ptrdiff_t first = at - (ptrdiff_t)range.begin;
     if (first < 0 || at + (ptrdiff_t)bytes > (ptrdiff_t)range.end)
         simt_fault("%s out of bounds: bytes %td to %td of the %u of shared memory %s",
@@ -491,6 +545,15 @@ void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, siz
                    range.name ? range.name : "(a null pointer)");
     if ((size_t)at % alignment)
         simt_fault("misaligned access: byte %td of shared memory %s as a type aligned to %zu", first, range.name, alignment);
+    for (ptrdiff_t slot = at / SIMT_COPY; slot <= (at + (ptrdiff_t)bytes - 1) / SIMT_COPY; slot++)
+        if (copy_owner[slot])
+            copy_raise(range, at > slot * SIMT_COPY ? at : slot * SIMT_COPY, access != SIMT_READ);
+}
+
+void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
+{
+    simt_shared_check(range, at, bytes, alignment, access);
+    Thread *self = machine.current;
     bool writes = access != SIMT_READ;
     unsigned number = thread_number(self);
     Stamp now = stamp_make(machine.epoch, self->known[number % WARP], number, access == SIMT_ATOMIC);
@@ -512,6 +575,51 @@ void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, siz
     return shared_memory + at;
 }
 
+/* --- asynchronous copies ------------------------------------------------------------------------------------------- */
+
+void simt_copy_issue(const SimtRange &range, ptrdiff_t at, const void *from, const void *bytes, SimtSite site)
+{
+    simt_shared_access(range, at, SIMT_COPY, SIMT_COPY, SIMT_WRITE); /* it might land at once */
+    Thread *self = machine.current;
+    Copy copy = {range, at, from, {0}, self->groups_closed, site};
+    memcpy(copy.bytes, bytes, SIMT_COPY);
+    self->copies.push_back(copy);
+    copy_owner[at / SIMT_COPY] = (uint16_t)(thread_number(self) + 1);
+}
+
+void simt_copies_commit(void)
+{
+    if (!machine.current) simt_fault("copies_commit");
+    machine.current->groups_closed++;
+}
+
+void simt_copies_wait(uint64_t pending)
+{
+    Thread *self = machine.current;
+    if (!self) simt_fault("copies_wait");
+    uint64_t first_left = self->groups_closed > pending ? self->groups_closed - pending : 0;
+    size_t left = 0;
+    for (const Copy &copy : self->copies) {
+        if (copy.group >= first_left) {
+            self->copies[left++] = copy;
+            continue;
+        }
+        if (copy.from && memcmp(copy.from, copy.bytes, SIMT_COPY) != 0)
+            simt_fault("the source of the copy at %s:%d, %p, changed while it was under way", copy.site.file, copy.site.line,
+                       copy.from);
+        copy_owner[copy.at / SIMT_COPY] = 0;
+        memcpy(simt_shared_access(copy.range, copy.at, SIMT_COPY, SIMT_COPY, SIMT_WRITE), copy.bytes, SIMT_COPY);
+    }
+    self->copies.erase(self->copies.begin() + (ptrdiff_t)left, self->copies.end());
+}
+
+/* A launch that a fault ended leaves its copies behind. */
+static void copies_abandon(void)
+{
+    memset(copy_owner, 0, sizeof copy_owner);
+    for (unsigned i = 0; i < machine.threads; i++) threads[i].copies.clear();
+}
+
 /* --- the scheduler ------------------------------------------------------------------------------------------------- */
 
 /* Where every fiber begins, and ends by going back to the scheduler for good. */
@@ -520,6 +628,10 @@ static void fiber_main(void)
     if (__sanitizer_finish_switch_fiber)
         __sanitizer_finish_switch_fiber(nullptr, &machine.scheduler.bottom, &machine.scheduler.size);
     (*machine.body)();
+    const std::vector<Copy> &copies = machine.current->copies;
+    if (!copies.empty())
+        simt_fault("it returns with %zu copies to shared memory still under way, the first from %s:%d", copies.size(),
+                   copies[0].site.file, copies[0].site.line);
     machine.current->state = RETURNED;
     machine.returned++;
     machine.pauses = 0;
@@ -691,7 +803,10 @@ static void launch_run(const Launch &launch)
     machine.threads = launch.block.x * launch.block.y * launch.block.z;
     gridDim = launch.grid;
     blockDim = launch.block;
-    if (!grid_run()) stacks_abandon();
+    if (!grid_run()) {
+        stacks_abandon();
+        copies_abandon();
+    }
     ptrdiff_t at;
     size_t bytes;
     if (simt_fence_broken(&at, &bytes))

@@ -35,7 +35,10 @@
  *     the launch asked for, misaligned vectors, more than 48 KB without leave, more than 227 KB;
  *   - races in shared memory: two threads, one byte, at least one of them writing, not both atomically, with neither a
  *     barrier nor a collective of their warp between. CUDA itself promises an order of memory only for __syncwarp; that a
- *     shuffle or vote orders memory too is a leniency of this emulation;
+ *     shuffle or vote orders memory too is a leniency of this emulation (products and matrix loads do not);
+ *   - copies into shared memory in the background (simt_tensor.h): an access to bytes whose copy is under way, by whomever,
+ *     before the issuing thread has waited for it, or by another thread with no barrier after that wait; a source that
+ *     changes meanwhile; copies that nobody waits for;
  *   - global accesses outside an allocation and misaligned ones, through the sanitizers, whose report is preceded by a
  *     line with kernel, block and thread (just beside an allocation AddressSanitizer calls it use-after-poison); fresh
  *     memory is NaN, so results computed from it are NaN;
@@ -51,8 +54,8 @@
  * one another (they run in sequence, so such a kernel hangs; where it waits with atomics or __nanosleep that is reported);
  * misaligned copies of whole vectors in global memory where clang compiles (its sanitizer does not look, that of g++ does);
  * reads of global memory that nobody wrote, except by their NaN; races that more than two readers of one byte hide from
- * each other in one run (other seeds show them); warp-level instructions written as PTX. Registers, occupancy and launch
- * bounds are not modelled.
+ * each other in one run (other seeds show them); instructions written as PTX, but for those that attention/tensor_core.h
+ * wraps (simt_tensor.h). Registers, occupancy and launch bounds are not modelled.
  *
  * Faults end the process with status 1, unless a test asks for them by simt_fault_of() or simt_child(), at the end of this
  * file. Not thread-safe: launch from one thread.
@@ -114,6 +117,9 @@ int simt_barrier(int predicate, SimtSite site);
 /* Waits until all lanes of `mask` stand at `site` with the same mask and name. Returns the caller's result: of a shuffle the
  * payload of lane `source`, of a match the lanes with an equal payload, of the others the vote over all payloads. */
 uint64_t simt_collective(SimtVote vote, const char *name, unsigned mask, uint64_t payload, int source, SimtSite site);
+/* Waits until all 32 lanes of the warp stand at `site`; the last to come calls resolve, with lanes[i] what lane i brought as
+ * `mine`. Orders no memory: that all execute an instruction together does not. */
+void simt_warp_meet(const char *name, void *mine, void (*resolve)(void *const *lanes), SimtSite site);
 /* Lets other threads run now and then, as another warp's instruction may come before an atomic. */
 void simt_pause(void);
 unsigned __activemask(void); /* all lanes of the warp that have not returned */
@@ -244,7 +250,9 @@ enum SimtAccess { SIMT_READ, SIMT_WRITE, SIMT_ATOMIC };
 
 SimtRange simt_shared_array(const SimtArray *array);
 SimtRange simt_shared_range(size_t byte_offset, size_t count, size_t element, size_t alignment);
-/* Checks an access and yields where the bytes are. `at` counts bytes as a range does; it may lie outside. */
+/* Checks an access for bounds, alignment and copies under way. `at` counts bytes as a range does; it may lie outside. */
+void simt_shared_check(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access);
+/* The same and for races, as an access of the running thread; yields where the bytes are. */
 void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access);
 
 template <typename T> struct Shared;

@@ -2,39 +2,9 @@
  * quiet about sound kernels? The kernels are in fixtures/features.cu. */
 #include "tests/simt/fixtures/features.cu"
 
-#include <algorithm>
-#include <memory>
 #include <set>
-#include <vector>
 
-#include "simt_machine.h"
-#include "tests/test.h"
-
-/* n elements of device memory, read and written in place. Copies, as a launch makes them, share the memory. */
-template <typename T>
-struct Device {
-    std::shared_ptr<T> memory;
-    T *data;
-    size_t count;
-    explicit Device(size_t n, T fill = T()) : count(n)
-    {
-        cudaMalloc(&data, n * sizeof(T));
-        memory = std::shared_ptr<T>(data, [](T *freed) { cudaFree(freed); });
-        std::fill(data, data + n, fill);
-    }
-    operator T *() const { return data; }
-    std::vector<T> values() const { return std::vector<T>(data, data + count); }
-};
-
-static bool contains(const std::string &text, const char *part) { return text.find(part) != std::string::npos; }
-
-/* Launches, and checks that neither the launch nor the kernel has a fault. */
-#define RUN(...)                                                                                   \
-    do {                                                                                           \
-        cudaError_t run_error = cudaSuccess;                                                       \
-        std::string run_fault = simt_fault_of([&] { run_error = kernel_launch(__VA_ARGS__); });    \
-        CHECK(run_error == cudaSuccess && run_fault.empty(), "%s %s", cudaGetErrorString(run_error), run_fault.c_str()); \
-    } while (0)
+#include "tests/simt/simt_test.h"
 
 /* --- order --------------------------------------------------------------------------------------------------------- */
 
@@ -177,35 +147,20 @@ static void test_atomics(void)
 
 /* --- faults -------------------------------------------------------------------------------------------------------- */
 
-/* The fault is found with every seed, said with `words`, and kernel, block and thread are named. */
-template <FeatureFault FAULT> static void test_fault(const char *words, const char *instead = "-", int threads = 64)
+template <FeatureFault FAULT> static void test_fault(const char *words, const char *instead = nullptr, int threads = 64)
 {
-    TEST("found: %s", words);
-    for (int seed = 0; seed < 5; seed++) {
-        simt_seed(seed);
-        Device<float> out(65);
-        cudaError_t error = cudaSuccess;
-        std::string fault =
-            simt_fault_of([&] { error = kernel_launch(fault_kernel<FAULT>, 2, threads, 256, nullptr, out); });
-        CHECK(contains(fault, words) || contains(fault, instead), "seed %d: got '%s'", seed, fault.c_str());
-        CHECK(contains(fault, "kernel fault_kernel<FAULT>, block (") && contains(fault, ",0,0), thread ("),
-              "no kernel, block and thread in '%s'", fault.c_str());
-        CHECK(error == cudaErrorLaunchFailure, "the launch returned %s", cudaGetErrorString(error));
-    }
+    Device<float> out(65);
+    check_fault("fault_kernel<FAULT>", {words, instead ? instead : words}, [&] {
+        std::fill(out.data, out.data + 65, 0.0f);
+        return kernel_launch(fault_kernel<FAULT>, 2, threads, 256, nullptr, out);
+    });
 }
 
-/* The same for faults that end the process: those of the sanitizers, and all where no test waits for them. */
 template <FeatureFault FAULT> static void test_fatal(const char *words)
 {
-    TEST("fatal: %s", words);
-    SimtChild child = simt_child([] {
-        Device<float> out(64);
-        (void)kernel_launch(fault_kernel<FAULT>, 2, 64, 256, nullptr, out);
-    });
-    CHECK(child.status != 0, "status %d", child.status);
-    CHECK(contains(child.text, words), "got '%s'", child.text.c_str());
-    size_t named = child.text.find("simt: kernel fault_kernel<FAULT>, block (");
-    CHECK(named != std::string::npos && named < child.text.find(words), "not named before: '%s'", child.text.c_str());
+    Device<float> out(64);
+    check_fatal("fault_kernel<FAULT>", words,
+                [&] { return kernel_launch(fault_kernel<FAULT>, 2, 64, 256, nullptr, out); });
 }
 
 static void test_faults(void)
@@ -231,7 +186,7 @@ static void test_faults(void)
     test_fault<TWO_MASKS>("which waits in the __ballot_sync at");
     test_fault<MASK_WITHOUT_CALLER>("the mask 0x0000ffff lacks the caller, lane ");
     test_fault<SOURCE_OUTSIDE_MASK>("which is not in its mask 0x0000ffff");
-    test_fault<SOURCE_BEYOND_BLOCK>("or not in the block", "-", 48);
+    test_fault<SOURCE_BEYOND_BLOCK>("or not in the block", nullptr, 48);
     test_fault<TRAP>("__trap()");
     test_fault<SPIN>("no thread of the block gets on");
     test_fatal<READ_BEYOND>("read out of bounds");
