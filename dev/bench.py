@@ -363,13 +363,13 @@ def write_rows(path, columns, rows, words, explanation, selection):
     kept = []
     if selection and os.path.exists(path):
         with open(path) as file:
-            before = re.match(r"# \S+, commit \S+, (.*?);", file.readline())
-        if before and before.group(1) == words:
+            date, of_commit, before = re.match(r"# (\S+), commit (\S+), (.*?)(?:;|$)", file.readline()).groups()
+        if before == words:
             new = {tuple(row.get(column, "") for column in KEY_COLUMNS) for row in rows}
-            kept = [row for row in read_rows(path) if tuple(row.get(column) or "" for column in KEY_COLUMNS) not in new]
+            kept = [{**row, "measured": row.get("measured") or f"{date} {of_commit}"} for row in read_rows(path)
+                    if tuple(row.get(column) or "" for column in KEY_COLUMNS) not in new]
         else:
-            print(f"{os.path.relpath(path, ROOT)} was of {before.group(1) if before else 'another form'}, this is {words}: "
-                  "its rows are left out")
+            print(f"{os.path.relpath(path, ROOT)} was of {before}, this is {words}: its rows are left out")
     with open(path, "w", newline="") as file:
         file.write(header(words, explanation))
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
