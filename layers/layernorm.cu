@@ -9,11 +9,15 @@
  * cancellation), write out. Bytes an element, in bf16: 4 + 2, with the residual sum 4 + 2 + 4 + 2.
  *
  * Backward: with n = (x - mean) * rstd and g = dout * weight, dx = dresid + rstd * (g - mean(g) - n * mean(g n)): the row in
- * registers again, of one warp or, where it is too wide, of a team of 2 or 4. Bytes an element, in bf16: 4 + 2 + 4 read, 4 + 2
- * written. dweight += sum over rows of dout * n and dbias += sum of dout: each warp keeps its share of both in registers over
- * all the rows it walks. One block a multiprocessor, of as many warps as registers allow: so no block waits for a second
- * turn, and there are few shares to add up. The warps of a block are added through shared memory, the blocks through
- * `scratch`, always in the same order: the same bits on every run, and no atomics. Source of the formulas: layernorm.c.
+ * registers again, of one warp or, where it is too wide, of a team of 2 or 4. Bytes an element, in bf16: 4 + 2 + 4 read,
+ * 4 + 2 written. dweight += sum over rows of dout * n and dbias += sum of dout: each warp keeps its share of both in
+ * registers over all the rows it walks, the warps of a block are added through shared memory, the blocks through `scratch`,
+ * always in the same order: the same bits on every run, and no atomics. Source of the formulas: layernorm.c.
+ *
+ * There is one block for each multiprocessor, with as many warps as its registers allow. More blocks than fit would take a
+ * second turn with most of the chip idle (528 blocks on 396 places ran at two thirds of the speed), and each adds its two
+ * rows to what is added up in the end. 12 warps with a row of 768 in flight each ask for 92 KB at once, three times what
+ * covers the way to memory; a row is some 420 instructions a warp there, 30 us for 65536 rows that take 190 us to move.
  *
  * Rows that are wider than the registers, or that do not divide into quads, take the general kernels: a block a row, single
  * elements, the row read once more for each pass (from L2, mostly).
@@ -22,10 +26,10 @@
 
 #define EPSILON 1e-5f
 
-enum { FORWARD_WARPS = 4, BACKWARD_WARPS = 16, GENERAL_THREADS = 256, GENERAL_BLOCKS = 64, COLUMN_WARPS = 16 };
+enum { FORWARD_WARPS = 4, BACKWARD_WARPS = 12, GENERAL_THREADS = 256, GENERAL_BLOCKS = 64, COLUMN_WARPS = 32 };
 
 /* Most quads a lane that the register kernels hold. Backward has two fp32 sums beside each element of x, dout and dresid. */
-enum { QUADS_MOST_FORWARD = 16, QUADS_MOST_BACKWARD_FP32 = 4, QUADS_MOST_BACKWARD_BF16 = 5 };
+enum { QUADS_MOST_FORWARD = 16, QUADS_MOST_BACKWARD = 6 };
 
 template <typename Real> using Quad = Pack<Real, 4>;
 
@@ -38,52 +42,59 @@ static bool quads_fit(int64_t C, uintptr_t floats, uintptr_t reals)
 
 /* --- forward --------------------------------------------------------------------------------------------------------------- */
 
+/* Does channel c, in quad q of QUADS, lie within the row? Kernels are compiled for 1 to 4 quads and at most 3 apart from there, so only
+ * of the last 3 it is a question. */
+template <int QUADS>
+__device__ __forceinline__ bool within(int q, int c, int C) { return q + (QUADS > 4 ? 3 : 1) < QUADS || c < C; }
+
 /* sum = x + y (where RESIDUAL, else x is the row), out = layernorm(sum). A warp a row. */
 template <typename Real, int QUADS, bool RESIDUAL>
 __global__ void layernorm_forward_kernel(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y,
                                          const Real *weight, const Real *bias, int64_t N, int C)
 {
     int64_t row = (int64_t)blockIdx.x * FORWARD_WARPS + threadIdx.x / 32;
-    int lane = threadIdx.x % 32;
+    int channel = threadIdx.x % 32 * 4;
     if (row >= N) return;
-    Quad<float> value[QUADS];
-    Quad<Real> w[QUADS], b[QUADS]; /* asked for before the row's sums are waited for */
-    float total = 0;
+    Raw4<float> in[QUADS];
+    Raw4<Real> other[QUADS], w[QUADS], b[QUADS];
+    float value[QUADS][4], total = 0, square = 0;
 #pragma unroll
     for (int q = 0; q < QUADS; q++) {
-        int c = (q * 32 + lane) * 4;
-        if (c >= C) continue;
-        value[q] = *(const Quad<float> *)(x + row * C + c);
-        w[q] = *(const Quad<Real> *)(weight + c);
-        b[q] = *(const Quad<Real> *)(bias + c);
-        if (RESIDUAL) {
-            Quad<Real> other = *(const Quad<Real> *)(y + row * C + c);
+        int c = channel + q * 128;
+        in[q] = raw_load(x + row * C + c, within<QUADS>(q, c, C));
+        if (RESIDUAL) other[q] = raw_load(y + row * C + c, within<QUADS>(q, c, C));
+    }
 #pragma unroll
-            for (int i = 0; i < 4; i++) value[q].v[i] += to_float(other.v[i]);
-            *(Quad<float> *)(sum + row * C + c) = value[q];
+    for (int q = 0; q < QUADS; q++) { /* asked for before the row's sums are waited for */
+        int c = channel + q * 128;
+        w[q] = raw_load(weight + c, within<QUADS>(q, c, C));
+        b[q] = raw_load(bias + c, within<QUADS>(q, c, C));
+    }
+#pragma unroll
+    for (int q = 0; q < QUADS; q++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            value[q][i] = RESIDUAL ? raw_at(in[q], i) + raw_at(other[q], i) : raw_at(in[q], i);
+            total += value[q][i];
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) total += value[q].v[i];
+        int c = channel + q * 128;
+        if (RESIDUAL && within<QUADS>(q, c, C)) pack_store<float, 4>(sum + row * C + c, value[q]);
     }
-    float m = warp_sum(total) / (float)C, square = 0;
+    float m = warp_sum(total) / (float)C;
 #pragma unroll
-    for (int q = 0; q < QUADS; q++) {
-        if ((q * 32 + lane) * 4 >= C) continue;
+    for (int q = 0; q < QUADS; q++)
+        if (within<QUADS>(q, channel + q * 128, C))
 #pragma unroll
-        for (int i = 0; i < 4; i++) square += (value[q].v[i] - m) * (value[q].v[i] - m);
-    }
+            for (int i = 0; i < 4; i++) square += (value[q][i] - m) * (value[q][i] - m);
     float s = 1.0f / sqrtf(warp_sum(square) / (float)C + EPSILON);
 #pragma unroll
     for (int q = 0; q < QUADS; q++) {
-        int c = (q * 32 + lane) * 4;
-        if (c >= C) continue;
-        Quad<Real> normed;
+        int c = channel + q * 128;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            normed.v[i] = from_float<Real>((value[q].v[i] - m) * s * to_float(w[q].v[i]) + to_float(b[q].v[i]));
-        *(Quad<Real> *)(out + row * C + c) = normed;
+        for (int i = 0; i < 4; i++) value[q][i] = (value[q][i] - m) * s * raw_at(w[q], i) + raw_at(b[q], i);
+        if (within<QUADS>(q, c, C)) pack_store<Real, 4>(out + row * C + c, value[q]);
     }
-    if (lane == 0) {
+    if (channel == 0) {
         mean[row] = m;
         rstd[row] = s;
     }
@@ -164,6 +175,9 @@ void residual_layernorm_forward_cuda(float *sum, void *out, float *mean, float *
 
 /* --- backward -------------------------------------------------------------------------------------------------------------- */
 
+/* Rows that a team has under way at once, where a lane has `quads` of each: several of narrow ones, or too few bytes would be. */
+static __host__ __device__ constexpr int rows_of(int quads) { return quads == 1 ? 4 : quads <= 3 ? 2 : 1; }
+
 /* What the backward kernels read and write: see layernorm_backward in backend.h. */
 template <typename Real>
 struct Backward {
@@ -178,19 +192,20 @@ struct Backward {
     int C;
 };
 
-/* dx and rounded; partial (gridDim.x, 2, C) = this block's dweight and dbias. TEAM warps share a row, a block's teams walk the rows in
- * strides. All loads of a row are under way before the first is used, and dout stays packed until then: the sums for dweight and
- * dbias leave few registers for anything else. Dynamic shared memory: (BACKWARD_WARPS / TEAM) * C floats for those sums in the end,
- * and behind them the weights (C) and, for the sums over a row, 2 * 2 * BACKWARD_WARPS floats. */
+/* dx and rounded; partial (gridDim.x, 2, C) = this block's dweight and dbias. TEAM warps share a row and take ROWS rows at a time; a block's
+ * teams walk the rows in strides. All loads of those rows are under way before the first is used, and dout stays packed until then: the
+ * sums for dweight and dbias leave few registers for anything else. Dynamic shared memory: (BACKWARD_WARPS / TEAM) * C floats for those
+ * sums in the end, and behind them the weights (C) and, for the sums over a row, two sets of 2 * ROWS * BACKWARD_WARPS floats. */
 template <typename Real, int QUADS, int TEAM>
 __global__ void __launch_bounds__(32 * BACKWARD_WARPS, 1)
 layernorm_backward_kernel(float *partial, const Backward<Real> a)
 {
-    constexpr int TEAMS = BACKWARD_WARPS / TEAM;
-    const int C = a.C, warp = threadIdx.x / 32, team = warp / TEAM, lane = threadIdx.x % (32 * TEAM);
+    constexpr int TEAMS = BACKWARD_WARPS / TEAM, ROWS = rows_of(QUADS), STEP = TEAMS * ROWS;
+    constexpr int STRIDE = 32 * TEAM * 4; /* channels from a lane's quad to its next */
+    const int C = a.C, warp = threadIdx.x / 32, team = warp / TEAM, channel = threadIdx.x % (32 * TEAM) * 4;
     Shared<float> sums = shared_dynamic<float>(0, (size_t)TEAMS * C);
     Shared<float> weights = shared_dynamic<float>((size_t)TEAMS * C * sizeof(float), (size_t)C);
-    Shared<float> halves = shared_dynamic<float>((size_t)(TEAMS + 1) * C * sizeof(float), 4 * BACKWARD_WARPS);
+    Shared<float> halves = shared_dynamic<float>((size_t)(TEAMS + 1) * C * sizeof(float), 2 * 2 * ROWS * BACKWARD_WARPS);
     Quad<float> dw[QUADS], db[QUADS];
 #pragma unroll
     for (int q = 0; q < QUADS; q++)
@@ -199,71 +214,84 @@ layernorm_backward_kernel(float *partial, const Backward<Real> a)
     for (int c = threadIdx.x; c < C; c += blockDim.x) weights[c] = to_float(a.weight[c]);
     __syncthreads();
 
-    int turn = 0; /* which of two sets of halves */
-    for (int64_t first = (int64_t)blockIdx.x * TEAMS; first < a.N; first += (int64_t)gridDim.x * TEAMS, turn ^= 1) {
-        int64_t row = first + team, at = row * C;
-        if (TEAM == 1 && row >= a.N) break;
-        const int end = row < a.N ? C : 0; /* a team without a row goes through the motions: its partners wait for it */
-        float m = end ? a.mean[row] : 0.0f, s = end ? a.rstd[row] : 0.0f, sum_g = 0, sum_gn = 0;
-        Quad<float> norm[QUADS], old[QUADS];
-        Quad<Real> gradient[QUADS];
+    const float inverse = 1.0f / (float)C;
+    int set = 0; /* which of two sets of halves */
+    for (int64_t first = (int64_t)blockIdx.x * STEP; first < a.N; first += (int64_t)gridDim.x * STEP, set ^= 1) {
+        const int64_t row = first + team * ROWS; /* and ROWS - 1 that follow */
+        if (TEAM == 1 && row >= a.N) break;      /* wider teams wait for each other, and go through the motions */
+        Raw4<float> in[ROWS][QUADS], old[ROWS][QUADS];
+        Raw4<Real> gradient[ROWS][QUADS];
+        float norm[ROWS][QUADS][4], m[ROWS], s[ROWS], sum_g[ROWS], sum_gn[ROWS];
 #pragma unroll
-        for (int q = 0; q < QUADS; q++) {
-            int c = (q * 32 * TEAM + lane) * 4;
-            if (c >= end) continue;
-            norm[q] = *(const Quad<float> *)(a.x + at + c);
-            gradient[q] = *(const Quad<Real> *)(a.dout + at + c);
-            if (a.dresid) old[q] = *(const Quad<float> *)(a.dresid + at + c);
-            else old[q].v[0] = old[q].v[1] = old[q].v[2] = old[q].v[3] = 0;
-        }
+        for (int r = 0; r < ROWS; r++) {
+            const bool there = (TEAM == 1 && r == 0) || row + r < a.N;
+            const int64_t at = (row + r) * C + channel;
+            m[r] = there ? a.mean[row + r] : 0.0f;
+            s[r] = there ? a.rstd[row + r] : 0.0f;
+            sum_g[r] = sum_gn[r] = 0;
 #pragma unroll
-        for (int q = 0; q < QUADS; q++) {
-            int c = (q * 32 * TEAM + lane) * 4;
-            if (c >= end) continue;
-            Quad<float> w = shared_load<Quad<float>>(weights + c);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float d = to_float(gradient[q].v[i]), g = d * w.v[i], n = (norm[q].v[i] - m) * s;
-                norm[q].v[i] = n;
-                dw[q].v[i] += d * n;
-                db[q].v[i] += d;
-                sum_g += g;
-                sum_gn += g * n;
+            for (int q = 0; q < QUADS; q++) {
+                const bool wanted = there && (q + 1 < QUADS || channel + q * STRIDE < C);
+                in[r][q] = raw_load(a.x + at + q * STRIDE, wanted);
+                gradient[r][q] = raw_load(a.dout + at + q * STRIDE, wanted);
+                old[r][q] = a.dresid ? raw_load(a.dresid + at + q * STRIDE, wanted) : Raw4<float>();
             }
         }
-        sum_g = warp_sum(sum_g);
-        sum_gn = warp_sum(sum_gn);
-        if (TEAM > 1) { /* a set of halves is written again after two barriers: all have read it by then */
-            Shared<float> set = halves + turn * 2 * BACKWARD_WARPS;
-            if (threadIdx.x % 32 == 0) {
-                set[2 * warp] = sum_g;
-                set[2 * warp + 1] = sum_gn;
-            }
+#pragma unroll
+        for (int q = 0; q < QUADS; q++) { /* what is beyond the row or the last one has a dout of 0, and adds nothing */
+            const int c = channel + q * STRIDE;
+            const Quad<float> w = shared_load<Quad<float>>(weights + (q + 1 < QUADS || c < C ? c : 0));
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float d = raw_at(gradient[r][q], i), g = d * w.v[i], n = (raw_at(in[r][q], i) - m[r]) * s[r];
+                    norm[r][q][i] = n;
+                    dw[q].v[i] += d * n;
+                    db[q].v[i] += d;
+                    sum_g[r] += g;
+                    sum_gn[r] += g * n;
+                }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            sum_g[r] = warp_sum(sum_g[r]);
+            sum_gn[r] = warp_sum(sum_gn[r]);
+        }
+        if (TEAM > 1) { /* a set is written again after two barriers: all have read it by then */
+            Shared<float> half = halves + set * 2 * ROWS * BACKWARD_WARPS;
+            if (threadIdx.x % 32 == 0)
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    half[(2 * r) * BACKWARD_WARPS + warp] = sum_g[r];
+                    half[(2 * r + 1) * BACKWARD_WARPS + warp] = sum_gn[r];
+                }
             __syncthreads();
-            sum_g = sum_gn = 0;
 #pragma unroll
-            for (int i = 0; i < TEAM; i++) {
-                sum_g += set[2 * (team * TEAM + i)];
-                sum_gn += set[2 * (team * TEAM + i) + 1];
+            for (int r = 0; r < ROWS; r++) {
+                sum_g[r] = sum_gn[r] = 0;
+#pragma unroll
+                for (int i = 0; i < TEAM; i++) {
+                    sum_g[r] += half[(2 * r) * BACKWARD_WARPS + team * TEAM + i];
+                    sum_gn[r] += half[(2 * r + 1) * BACKWARD_WARPS + team * TEAM + i];
+                }
             }
         }
-        float shift = -s * (sum_g / (float)C), slope = -s * (sum_gn / (float)C);
 #pragma unroll
         for (int q = 0; q < QUADS; q++) {
-            int c = (q * 32 * TEAM + lane) * 4;
-            if (c >= end) continue;
-            Quad<float> w = shared_load<Quad<float>>(weights + c);
+            const int c = channel + q * STRIDE;
+            if (q + 1 == QUADS && c >= C) continue;
+            const Quad<float> w = shared_load<Quad<float>>(weights + c);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float g = to_float(gradient[q].v[i]) * w.v[i];
-                old[q].v[i] = fmaf(norm[q].v[i], slope, fmaf(g, s, old[q].v[i] + shift));
-            }
-            *(Quad<float> *)(a.dx + at + c) = old[q];
-            if (sizeof(Real) < sizeof(float) && a.rounded) {
-                Quad<Real> copy;
+            for (int r = 0; r < ROWS; r++) {
+                if ((TEAM > 1 || r > 0) && row + r >= a.N) continue;
+                const float shift = -s[r] * (sum_g[r] * inverse), slope = -s[r] * (sum_gn[r] * inverse);
+                float updated[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) copy.v[i] = from_float<Real>(old[q].v[i]);
-                *(Quad<Real> *)(a.rounded + at + c) = copy;
+                for (int i = 0; i < 4; i++)
+                    updated[i] = fmaf(norm[r][q][i], slope, fmaf(raw_at(gradient[r][q], i) * w.v[i], s[r], raw_at(old[r][q], i) + shift));
+                pack_store<float, 4>(a.dx + (row + r) * C + c, updated);
+                if (sizeof(Real) < sizeof(float) && a.rounded) pack_store<Real, 4>(a.rounded + (row + r) * C + c, updated);
             }
         }
     }
@@ -272,8 +300,8 @@ layernorm_backward_kernel(float *partial, const Backward<Real> a)
         __syncthreads();
 #pragma unroll
         for (int q = 0; q < QUADS; q++) {
-            int c = (q * 32 * TEAM + lane) * 4;
-            if (c < C) shared_store(sums + team * C + c, half ? db[q] : dw[q]);
+            const int c = channel + q * STRIDE;
+            if (q + 1 < QUADS || c < C) shared_store(sums + team * C + c, half ? db[q] : dw[q]);
         }
         __syncthreads();
         for (int c = threadIdx.x; c < C; c += blockDim.x) {
@@ -341,14 +369,14 @@ __global__ void columns_add_kernel(float *a, float *b, const float *src, int64_t
     SHARED(float, part, COLUMN_WARPS * 32);
     float *dst = blockIdx.y ? b : a;
     int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
-    float sum = 0;
+    float sum = threadIdx.y == 0 && c < n ? dst[c] : 0.0f;
     if (c < n)
         for (int64_t row = threadIdx.y; row < rows; row += COLUMN_WARPS) sum += src[row * stride + blockIdx.y * n + c];
     part[threadIdx.y * 32 + threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y || c >= n) return;
     for (int i = 1; i < COLUMN_WARPS; i++) sum += part[i * 32 + threadIdx.x];
-    dst[c] += sum;
+    dst[c] = sum;
 }
 
 void columns_add_cuda(float *a, float *b, const float *src, int64_t rows, int64_t n, int64_t stride, Stream *stream)
@@ -369,30 +397,27 @@ size_t layernorm_scratch_cuda(int64_t N, int64_t C)
 template <typename Real>
 static unsigned backward_registers(float *partial, const Backward<Real> &a, Stream *stream)
 {
-    constexpr int MOST = sizeof(Real) == 2 ? (int)QUADS_MOST_BACKWARD_BF16 : (int)QUADS_MOST_BACKWARD_FP32;
     uintptr_t floats = (uintptr_t)a.dx | (uintptr_t)a.dresid | (uintptr_t)a.x, reals = (uintptr_t)a.dout | (uintptr_t)a.rounded;
     int team = 1;
-    while (team < 4 && quads_for(a.C, 32 * team) > MOST) team *= 2;
-    int quads = quads_for(a.C, 32 * team);
-    if (quads > MOST || !quads_fit<Real>(a.C, floats, reals)) return 0;
-    unsigned blocks = blocks_for(a.N, BACKWARD_WARPS / team), most = (unsigned)stream->processors;
+    while (team < 4 && quads_for(a.C, 32 * team) > QUADS_MOST_BACKWARD) team *= 2;
+    int quads = quads_for(a.C, 32 * team), rows = rows_of(quads);
+    if (quads > QUADS_MOST_BACKWARD || !quads_fit<Real>(a.C, floats, reals)) return 0;
+    unsigned blocks = blocks_for(a.N, BACKWARD_WARPS / team * rows), most = (unsigned)stream->processors;
     if (most > BACKWARD_BLOCKS) most = BACKWARD_BLOCKS;
     if (blocks > most) blocks = most;
-    size_t shared = ((size_t)(BACKWARD_WARPS / team + 1) * (size_t)a.C + 4 * BACKWARD_WARPS) * sizeof(float);
-#define BACKWARD(Q, TEAM) /* more than MOST is compiled as MOST, and never chosen */                                        \
+    size_t shared = ((size_t)(BACKWARD_WARPS / team + 1) * (size_t)a.C + 2 * 2 * (size_t)rows * BACKWARD_WARPS) * sizeof(float);
+#define BACKWARD(Q, TEAM)                                                                                                   \
     if (quads == Q && team == TEAM)                                                                                         \
-        LAUNCH(KERNEL(layernorm_backward_kernel<Real, (Q < MOST ? Q : MOST), TEAM>), blocks, 32 * BACKWARD_WARPS, shared, stream, partial, a);
+        LAUNCH(KERNEL(layernorm_backward_kernel<Real, Q, TEAM>), blocks, 32 * BACKWARD_WARPS, shared, stream, partial, a);
     BACKWARD(1, 1)
     BACKWARD(2, 1)
     BACKWARD(3, 1)
     BACKWARD(4, 1)
     BACKWARD(5, 1)
     BACKWARD(6, 1)
-    BACKWARD(3, 2) /* a team of 2 has rows of more than 128 * MOST: of 3 quads a lane or more, as has one of 4 */
-    BACKWARD(4, 2)
+    BACKWARD(4, 2) /* a wider team has rows of more quads than half of it can hold */
     BACKWARD(5, 2)
     BACKWARD(6, 2)
-    BACKWARD(3, 4)
     BACKWARD(4, 4)
     BACKWARD(5, 4)
     BACKWARD(6, 4)

@@ -438,9 +438,14 @@ static void test_large(void)
 
 static void test_backend(void)
 {
-    static const int64_t channels[] = {1, 5, 8, 48, 130, 256, 384, 768, 1000, 1280, 1600, 2048, 4100};
+    static const int64_t channels[] = {1,   5,    8,    48,   130,  256,  384,  512,  640,
+                                       768, 1000, 1280, 1536, 1600, 2048, 2500, 3000, 4100};
     for (size_t i = 0; i < sizeof channels / sizeof *channels; i++) test_layernorm(i % 2 ? 67 : 5, channels[i]);
     test_layernorm(1, 768);
+    test_layernorm(300, 48); /* more rows than are under way at once, of one warp each and of teams of 2 and 4 */
+    test_layernorm(150, 768);
+    test_layernorm(61, 1280);
+    test_layernorm(50, 1600);
     test_linear(1, 1, 1);
     test_linear(3, 5, 7);
     test_linear(17, 48, 130);
