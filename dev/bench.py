@@ -363,7 +363,8 @@ def write_rows(path, columns, rows, words, explanation, selection):
     kept = []
     if selection and os.path.exists(path):
         with open(path) as file:
-            date, of_commit, before = re.match(r"# (\S+), commit (\S+), (.*?)(?:;|$)", file.readline()).groups()
+            found = re.match(r"# (\S+), commit (\S+), (.*?)(?:;|$)", file.readline())
+        date, of_commit, before = found.groups() if found else ("", "", "another form")
         if before == words:
             new = {tuple(row.get(column, "") for column in KEY_COLUMNS) for row in rows}
             kept = [{**row, "measured": row.get("measured") or f"{date} {of_commit}"} for row in read_rows(path)
