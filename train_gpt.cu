@@ -15,6 +15,7 @@
 #include "data/checkpoint.h"
 #include "data/json.h"
 #include "data/loader.h"
+#include "data/model.h"
 #include "data/random.h"
 #include "data/tokenizer.h"
 #include "layers/cpu.h"
@@ -43,8 +44,8 @@ typedef struct Trainer {
 
     ShardSet train_shards, val_shards;
     Loader *loader;
-    Tokenizer *tokenizer;               /* NULL where the data has none */
-    char tokenizer_path[PATH_BYTES];
+    Tokenizer *tokenizer;               /* the data's, else that of the model that the run starts from; NULL where neither has one */
+    int32_t end_of_text;                /* of the model that the run starts from, -1 where it is not known */
     int64_t eval_windows, eval_total;   /* windows of an evaluation; windows there are */
     double entropy_rate;                /* of the corpus, nats a token; NaN where it is not known */
 
@@ -102,26 +103,68 @@ static int setup_start(Trainer *t)
     return 0;
 }
 
+/* A model goes on with the tokens that it was trained with. Fails where the data's are others: the tokenizer beside the model says so,
+ * or, where there is none, a vocabulary that is larger by more than padding. */
+static int check_tokenizer(Trainer *t, const ModelInfo *info, const Tokenizer *own)
+{
+    enum { PADDING = 128 };
+    int64_t found = tokenizer_vocab(t->tokenizer), vocab = info->config.vocab;
+    if (!own) {
+        if (vocab < found + PADDING || options_given(&t->given, "vocab")) return 0;
+        return error_set(&t->error, "--data %s: its tokenizer has %lld tokens, the model of %s %lld: they do not belong together (--vocab %lld says "
+                         "that they do)", t->options.data, (long long)found, t->start_path, (long long)vocab, (long long)vocab);
+    }
+    for (int64_t token = 0; token < found; token++) {
+        size_t length, own_length;
+        const char *bytes = tokenizer_decode(t->tokenizer, (int32_t)token, &length);
+        const char *own_bytes = tokenizer_decode(own, (int32_t)token, &own_length);
+        if (token >= tokenizer_vocab(own) || length != own_length || memcmp(bytes, own_bytes, length))
+            return error_set(&t->error, "--data %s: its tokenizer of %lld tokens is not that of %s, which has %lld: they differ in token %lld", t->options.data,
+                             (long long)found, t->start_path, (long long)tokenizer_vocab(own), (long long)token);
+    }
+    return 0;
+}
+
+/* Finds the run's tokenizer, and holds that of the data against the model that the run starts from. Returns 0 or an exit status. */
+static int setup_tokenizer(Trainer *t, const ModelInfo *info)
+{
+    char path[PATH_BYTES];
+    Tokenizer *own = NULL;
+    snprintf(path, sizeof path, "%s/tokenizer.bin", t->options.data);
+    if (*t->options.data && !access(path, F_OK) && !(t->tokenizer = tokenizer_open(path, &t->error))) return EXIT_MACHINE;
+    *t->error.text = 0;
+    if (*t->start_path && !(own = model_tokenizer(t->start_path, &t->error)) && *t->error.text) return EXIT_MACHINE;
+    if (!t->tokenizer) {
+        t->tokenizer = own;
+        return 0;
+    }
+    int differs = *t->start_path && !t->resumed && check_tokenizer(t, info, own);
+    tokenizer_close(own);
+    return differs ? EXIT_OPTION : 0;
+}
+
 static int setup_model(Trainer *t)
 {
     Options *o = &t->options;
-    GptConfig shape;
-    if (*o->data) {
-        snprintf(t->tokenizer_path, sizeof t->tokenizer_path, "%s/tokenizer.bin", o->data);
-        if (access(t->tokenizer_path, F_OK)) *t->tokenizer_path = 0;
-        else if (!(t->tokenizer = tokenizer_open(t->tokenizer_path, &t->error))) return EXIT_MACHINE;
+    ModelInfo info;
+    t->end_of_text = -1;
+    if (*t->start_path) {
+        if (model_inspect(t->start_path, &info, &t->error)) {
+            Error inner = t->error;
+            error_set(&t->error, "%s cannot be read as a model: %.900s", t->start_path, inner.text);
+            return EXIT_MACHINE;
+        }
+        t->end_of_text = info.end_of_text;
     }
-    if (*t->start_path && checkpoint_config(t->start_path, &shape, &t->error)) {
-        Error inner = t->error;
-        error_set(&t->error, "%s cannot be read as a model: %.900s", t->start_path, inner.text);
-        return EXIT_MACHINE;
-    }
-    if (options_resolve_model(o, &t->given, *t->start_path ? &shape : NULL, t->start_path,
+    int status = setup_tokenizer(t, &info);
+    if (status) return status;
+    if (options_resolve_model(o, &t->given, *t->start_path ? &info.config : NULL, t->start_path,
                               t->tokenizer ? tokenizer_vocab(t->tokenizer) : 0, &t->error) ||
         options_resolve_batch(o, &t->given, &t->error))
         return EXIT_OPTION;
     if (o->sample_every && !t->tokenizer) {
-        error_set(&t->error, "--sample-every needs a tokenizer.bin in --data DIR, got %s", *o->data ? o->data : "no --data");
+        error_set(&t->error, "--sample-every needs a tokenizer.bin in --data DIR or a tokenizer beside --init's model, got %s",
+                  *o->data ? o->data : "no --data");
         return EXIT_OPTION;
     }
     if (o->sample_every && *o->prompt) { /* a prompt that cannot be encoded is better refused now than at the first sample */
@@ -320,8 +363,8 @@ static int setup_weights(Trainer *t)
         gpt_init_random(t->gpt, (uint64_t)t->options.seed);
         return 0;
     }
-    if (t->resumed ? checkpoint_load_optimizer(t->start_path, t->gpt, &t->state, &t->error)
-                   : checkpoint_load_parameters(t->start_path, t->gpt, &t->error))
+    if (t->resumed ? checkpoint_load(t->start_path, t->gpt, &t->state, &t->error)
+                   : model_load(t->start_path, t->gpt, &t->error))
         return EXIT_MACHINE;
     printf("start    %s%s, step %lld\n", t->resumed ? "resuming from " : "", t->start_path, (long long)t->state.step);
     return t->resumed ? check_resumed(t) : 0;
@@ -453,12 +496,10 @@ static int save(Trainer *t)
 {
     if (!t->run.dir) return 0;
     char path[PATH_BYTES];
-    int32_t end_of_text = t->tokenizer ? tokenizer_end_of_text(t->tokenizer) : -1;
     for (int buffer = GPT_PARAMETERS; buffer <= GPT_MOMENT2; buffer++)
         if (buffer != GPT_GRADIENTS && gpt_find_nonfinite(t->gpt, (GptBuffer)buffer))
             return diverged(t, t->state.step, "the model or its moments are not finite");
-    if (checkpoint_save(t->run.dir, t->gpt, &t->state, end_of_text, *t->tokenizer_path ? t->tokenizer_path : NULL, path, sizeof path,
-                        &t->error)) {
+    if (checkpoint_save(t->run.dir, t->gpt, &t->state, t->tokenizer, t->end_of_text, path, sizeof path, &t->error)) {
         Error inner = t->error;
         return error_set(&t->error, "%.800s; last good checkpoint: %.200s", inner.text, *t->saved_path ? t->saved_path : "none");
     }

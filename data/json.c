@@ -15,6 +15,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <limits.h>
 #include <math.h>
 #include <stdio.h>
@@ -447,6 +448,17 @@ const JsonValue *json_member(const JsonValue *object, const char *key)
 }
 
 /* -------------------------------------------------------------------------------------------------------------- writing */
+
+int json_find_integer(const JsonValue *object, const char *key, const char *path, int64_t least, int64_t *out,
+                      Error *error)
+{
+    const JsonValue *value = json_member(object, key);
+    if (!value) return error_set(error, "%s: \"%s\" is missing", path, key);
+    if (!json_integer(value, out) || *out < least)
+        return error_set(error, "%s: \"%s\" is %.40s, an integer of at least %" PRId64 " is expected", path, key,
+                         value->kind == JSON_NUMBER ? value->text : "no number", least);
+    return 0;
+}
 
 int json_quote(char *out, size_t size, const char *text, size_t length)
 {

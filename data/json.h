@@ -41,6 +41,9 @@ const JsonValue *json_root(const JsonDocument *document);
 const JsonValue *json_member(const JsonValue *object, const char *key);
 /* 1 where the value is a number that is an integer in [-2^63, 2^63), exactly; *out gets it. Else 0. */
 int json_integer(const JsonValue *value, int64_t *out);
+/* The member `key` of an object of the file `path`, which must be an integer of at least `least`. Returns 0, or -1 with a
+ * sentence. */
+int json_find_integer(const JsonValue *object, const char *key, const char *path, int64_t least, int64_t *out, Error *error);
 
 /* Writes `text` as a JSON string with quotes to `out` as snprintf would: at most `size` bytes; returns what it needs without
  * the closing 0, or -1 where that is more than an int holds. Bytes that are not UTF-8 become U+FFFD. */

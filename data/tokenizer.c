@@ -13,6 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "data/files.h"
+
 enum { HEADER_BYTES = 1024, MAGIC = 20240328, VERSION = 2, END_OF_VERSION_1 = 50256, MERGE_BYTES = 12 };
 
 /* No tokenizer is near this size; a file beyond it is something else. */
@@ -238,7 +240,7 @@ void tokenizer_close(Tokenizer *tokenizer)
 int tokenizer_write(const Tokenizer *tokenizer, const char *path, Error *error)
 {
     const TokenizerParts *parts = &tokenizer->parts;
-    size_t size = HEADER_BYTES + parts->table_bytes + MERGE_BYTES * parts->merge_count, at = 0;
+    size_t size = HEADER_BYTES + parts->table_bytes + MERGE_BYTES * parts->merge_count;
     int32_t words[6] = {MAGIC, VERSION, (int32_t)parts->vocab, parts->end_of_text, (int32_t)parts->merge_count,
                         (int32_t)parts->rule};
     uint8_t *bytes = calloc(size, 1), *to;
@@ -251,16 +253,9 @@ int tokenizer_write(const Tokenizer *tokenizer, const char *path, Error *error)
         write_int32(to + 4, parts->merges[i].right);
         write_int32(to + 8, parts->merges[i].result);
     }
-    int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666), fault = file < 0 ? errno : 0;
-    while (!fault && at < size) {
-        ssize_t done = write(file, bytes + at, size - at);
-        if (done >= 0) at += (size_t)done;
-        else if (errno != EINTR) fault = errno;
-    }
-    if (!fault && fsync(file)) fault = errno;
-    if (file >= 0 && close(file) && !fault) fault = errno;
+    int result = files_write(path, bytes, size, error);
     free(bytes);
-    return fault ? error_set(error, "%s: cannot write it: %s", path, strerror(fault)) : 0;
+    return result;
 }
 
 int64_t tokenizer_vocab(const Tokenizer *tokenizer) { return tokenizer->parts.vocab; }

@@ -41,7 +41,7 @@ static const OptionRow TABLE[] = {
     {"dim", KIND_COUNT, FIELD(dim), "0", 0, 1048576, "C", FIXED, "channels, divisible by heads; 0: as the model says"},
     {"context", KIND_COUNT, FIELD(context), "0", 0, 67108864, "N", FIXED, "positions the model can see; 0: 1024 for a named model, else --seq"},
     {"vocab", KIND_COUNT, FIELD(vocab), "0", 0, 268435456, "V", FIXED, "tokens in the vocabulary; 0: as tokenizer.bin says, else 50257"},
-    {"init", KIND_TEXT, FIELD(init), "random", 0, 0, "random|PATH", NOT_KEPT, "start from random weights or from a checkpoint directory or .safetensors file"},
+    {"init", KIND_TEXT, FIELD(init), "random", 0, 0, "random|PATH", NOT_KEPT, "start from random weights, a checkpoint, a GPT-2 of Hugging Face (directory or .safetensors), or llm.c's .bin"},
     {"out", KIND_TEXT, FIELD(out), "", 0, 0, "DIR", NOT_KEPT, "run directory for logs and checkpoints; without it nothing is written"},
     {"resume", KIND_FLAG, FIELD(resume), "0", 0, 1, NULL, NOT_KEPT, "go on from the newest complete checkpoint of --out, with that run's options"},
     {"batch", KIND_COUNT, FIELD(batch), "4", 1, 16777216, "B", MAY_CHANGE, "sequences in a micro-step"},
