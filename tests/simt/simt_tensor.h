@@ -46,12 +46,18 @@ struct SharedAddress {
 template <typename T>
 static inline SharedAddress shared_address(Shared<T> at) { return {Shared<unsigned char>(at.range, at.at)}; }
 
-/* Bits of the distance from the start of the range, which a GPU aligns to 1024. */
+/* Dynamic shared memory begins at 0 here, and at a multiple of 1024 on a GPU; other arrays begin anywhere. */
 static inline SharedAddress flip_bits(SharedAddress at, uint32_t bits)
 {
-    ptrdiff_t begin = (ptrdiff_t)at.place.range.begin;
-    return {Shared<unsigned char>(at.place.range, begin + ((at.place.at - begin) ^ (ptrdiff_t)bits))};
+    const SimtRange &range = at.place.range;
+    if (bits >= 1024) simt_fault("flip_bits of 0x%x: only the bits below 1024 are the same in every address", bits);
+    if (!range.name || strcmp(range.name, "dynamic") != 0)
+        simt_fault("flip_bits of an address in %s, which is not dynamic shared memory: its start may be anywhere",
+                   range.name ? range.name : "(a null pointer)");
+    return {Shared<unsigned char>(range, (ptrdiff_t)((uint64_t)at.place.at ^ bits))};
 }
+
+static inline void hide_address(SharedAddress &) {}
 
 static inline void store_32(SharedAddress at, uint32_t x) { shared_store(at.place, x); }
 static inline void store_16(SharedAddress at, uint16_t x) { shared_store(at.place, x); }

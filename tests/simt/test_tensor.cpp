@@ -173,8 +173,8 @@ static void test_addresses(void)
 {
     TEST("addresses: sums of every kind, stores and loads of every width");
     Device<uint32_t> out(ADDRESS_NUMBERS);
-    const uint32_t expected[ADDRESS_NUMBERS] = {101, 102, 103, 104, 106, 0xffff0000u + 100, 321, bits_of(0.5f), 3};
-    RUN(addresses_kernel, 1, 1, 0, nullptr, out);
+    const uint32_t expected[ADDRESS_NUMBERS] = {101, 102, 103, 104, 106, 0xffff0000u + 100, 321, bits_of(0.5f), 3, 7};
+    RUN(addresses_kernel, 1, 1, 2048, nullptr, out);
     for (int i = 0; i < ADDRESS_NUMBERS; i++)
         CHECK(out[i] == expected[i], "number %d: %u, expected %u", i, out[i], expected[i]);
 }
@@ -315,6 +315,8 @@ static void test_word_faults(void)
     test_fault<STORE_BEYOND>("write out of bounds: bytes 512 to 527 of the 512 of shared memory tile");
     test_fault<LOAD_MISALIGNED>("misaligned access: byte 8 of shared memory tile as a type aligned to 16");
     test_fault<LOAD_UNWRITTEN>("of shared memory other, which no thread of this block has written");
+    test_fault<FLIP_TOO_HIGH>("flip_bits of 0x400: only the bits below 1024 are the same in every address");
+    test_fault<FLIP_STATIC>("flip_bits of an address in tile, which is not dynamic shared memory");
     test_fault<REDUCE_4_MISALIGNED>("misaligned reduce_add_4: ");
     test_fault<REDUCE_2_MISALIGNED>("misaligned reduce_add_2: ");
 }
