@@ -89,23 +89,25 @@ __device__ __forceinline__ void pack_store(Real *out, const float *in)
     *(Pack<Real, WIDTH> *)out = pack;
 }
 
-/* Four neighbouring elements as they lie in memory, and each of them as fp32. Held in a Pack, a bf16 takes a register of its own from the
- * load on, and the warp waits there to take the pack apart; in words, two share one until they are used. Zeros where not wanted. */
-template <typename Real> struct Raw4;
-template <> struct Raw4<float> { float4 words; };
-template <> struct Raw4<__nv_bfloat16> { uint2 words; };
+/* WIDTH neighbouring elements as they lie in memory, and each of them as fp32. Held in a Pack, a bf16 takes a register of its own from
+ * the load on, and the warp waits there to take the pack apart; in words, two share one until they are used. */
+template <typename Real, int WIDTH>
+struct alignas(sizeof(Real) * WIDTH) Raw {
+    unsigned words[sizeof(Real) * WIDTH / 4];
+};
 
-template <typename Real>
-__device__ __forceinline__ Raw4<Real> raw_load(const Real *in, bool wanted) { return wanted ? *(const Raw4<Real> *)in : Raw4<Real>(); }
-
-__device__ __forceinline__ float raw_at(const Raw4<float> &raw, int i)
+/* Zeros where not wanted. */
+template <typename Real, int WIDTH>
+__device__ __forceinline__ Raw<Real, WIDTH> raw_load(const Real *in, bool wanted)
 {
-    return i == 0 ? raw.words.x : i == 1 ? raw.words.y : i == 2 ? raw.words.z : raw.words.w;
+    return wanted ? *(const Raw<Real, WIDTH> *)in : Raw<Real, WIDTH>();
 }
 
-__device__ __forceinline__ float raw_at(const Raw4<__nv_bfloat16> &raw, int i)
+template <typename Real, int WIDTH>
+__device__ __forceinline__ float raw_at(const Raw<Real, WIDTH> &raw, int i)
 {
-    unsigned word = i < 2 ? raw.words.x : raw.words.y;
+    if (sizeof(Real) == 4) return __uint_as_float(raw.words[i % (WIDTH * (int)sizeof(Real) / 4)]);
+    unsigned word = raw.words[i / 2];
     return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
 }
 

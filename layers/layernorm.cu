@@ -55,20 +55,20 @@ __global__ void layernorm_forward_kernel(float *sum, Real *out, float *mean, flo
     int64_t row = (int64_t)blockIdx.x * FORWARD_WARPS + threadIdx.x / 32;
     int channel = threadIdx.x % 32 * 4;
     if (row >= N) return;
-    Raw4<float> in[QUADS];
-    Raw4<Real> other[QUADS], w[QUADS], b[QUADS];
+    Raw<float, 4> in[QUADS];
+    Raw<Real, 4> other[QUADS], w[QUADS], b[QUADS];
     float value[QUADS][4], total = 0, square = 0;
 #pragma unroll
     for (int q = 0; q < QUADS; q++) {
         int c = channel + q * 128;
-        in[q] = raw_load(x + row * C + c, within<QUADS>(q, c, C));
-        if (RESIDUAL) other[q] = raw_load(y + row * C + c, within<QUADS>(q, c, C));
+        in[q] = raw_load<float, 4>(x + row * C + c, within<QUADS>(q, c, C));
+        if (RESIDUAL) other[q] = raw_load<Real, 4>(y + row * C + c, within<QUADS>(q, c, C));
     }
 #pragma unroll
     for (int q = 0; q < QUADS; q++) { /* asked for before the row's sums are waited for */
         int c = channel + q * 128;
-        w[q] = raw_load(weight + c, within<QUADS>(q, c, C));
-        b[q] = raw_load(bias + c, within<QUADS>(q, c, C));
+        w[q] = raw_load<Real, 4>(weight + c, within<QUADS>(q, c, C));
+        b[q] = raw_load<Real, 4>(bias + c, within<QUADS>(q, c, C));
     }
 #pragma unroll
     for (int q = 0; q < QUADS; q++) {
@@ -219,8 +219,8 @@ layernorm_backward_kernel(float *partial, const Backward<Real> a)
     for (int64_t first = (int64_t)blockIdx.x * STEP; first < a.N; first += (int64_t)gridDim.x * STEP, set ^= 1) {
         const int64_t row = first + team * ROWS; /* and ROWS - 1 that follow */
         if (TEAM == 1 && row >= a.N) break;      /* wider teams wait for each other, and go through the motions */
-        Raw4<float> in[ROWS][QUADS], old[ROWS][QUADS];
-        Raw4<Real> gradient[ROWS][QUADS];
+        Raw<float, 4> in[ROWS][QUADS], old[ROWS][QUADS];
+        Raw<Real, 4> gradient[ROWS][QUADS];
         float norm[ROWS][QUADS][4], m[ROWS], s[ROWS], sum_g[ROWS], sum_gn[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
@@ -232,9 +232,9 @@ layernorm_backward_kernel(float *partial, const Backward<Real> a)
 #pragma unroll
             for (int q = 0; q < QUADS; q++) {
                 const bool wanted = there && (q + 1 < QUADS || channel + q * STRIDE < C);
-                in[r][q] = raw_load(a.x + at + q * STRIDE, wanted);
-                gradient[r][q] = raw_load(a.dout + at + q * STRIDE, wanted);
-                old[r][q] = a.dresid ? raw_load(a.dresid + at + q * STRIDE, wanted) : Raw4<float>();
+                in[r][q] = raw_load<float, 4>(a.x + at + q * STRIDE, wanted);
+                gradient[r][q] = raw_load<Real, 4>(a.dout + at + q * STRIDE, wanted);
+                old[r][q] = a.dresid ? raw_load<float, 4>(a.dresid + at + q * STRIDE, wanted) : Raw<float, 4>();
             }
         }
 #pragma unroll

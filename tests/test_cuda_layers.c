@@ -39,7 +39,7 @@ static uint64_t seed = 1;
 typedef struct Tensor {
     int64_t n;
     int fp32;      /* the residual stream, statistics and gradients */
-    int coarse;    /* fp32, but computed by bf16 products or with fast exponentials: keeps the bf16 bound of sums only */
+    int coarse;    /* fp32, but computed by bf16 products: keeps the bf16 bound of sums only */
     double terms;  /* size of the numbers it is summed from, where that is more than its own */
     float *start;  /* (n) what both begin with */
     float *cpu;    /* (n) */
@@ -303,14 +303,16 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V)
     FREE(&wte, &wpe, &out, &dout, &dwte, &dwpe);
 }
 
-static void test_loss(int64_t N, int64_t V, int64_t Vp, double spread)
+static void test_loss(int64_t N, int64_t V, int64_t Vp, double spread, double offset)
 {
-    TEST("%s loss N%lld V%lld of %lld, logits up to %g", gpu->name, (long long)N, (long long)V, (long long)Vp, spread);
+    TEST("%s loss N%lld V%lld of %lld, logits %g up to %g", gpu->name, (long long)N, (long long)V, (long long)Vp, offset, spread);
     int32_t *targets = malloc((size_t)(N + 1) * 4);
     for (int64_t i = 0; i < N; i++) targets[i] = i % 5 == 3 ? -1 : (int32_t)(random_u64(&seed) % (uint64_t)V);
     int32_t *gpu_targets = integers_new(targets, N);
     Tensor logits = tensor_new(N * Vp, 0, RANDOM, spread), losses = tensor_new(N, 1, NOTHING, 0);
-    losses.coarse = 1;
+    for (int64_t i = 0; i < N * Vp; i++)
+        logits.start[i] = gpu->dtype == DTYPE_BF16 ? bf16_round(logits.start[i] + (float)offset) : logits.start[i] + (float)offset;
+    tensor_reset(&logits);
     Output loss[] = {{&losses, "losses"}}, both[] = {{&losses, "losses"}, {&logits, "dlogits"}};
     COMPARE(loss, cpu->loss_forward_backward(losses.cpu, logits.cpu, targets, 0, N, V, Vp, cpu_stream),
             gpu->loss_forward_backward(losses.gpu, logits.gpu, gpu_targets, 0, N, V, Vp, gpu_stream));
@@ -325,6 +327,32 @@ static void test_loss(int64_t N, int64_t V, int64_t Vp, double spread)
     gpu->free(gpu_total, gpu_stream);
     gpu->free(gpu_targets, gpu_stream);
     free(targets);
+    FREE(&logits, &losses);
+}
+
+/* A NaN or infinity makes its own row's loss NaN or infinite and no other's, wherever it stands. */
+static void test_loss_nan(int64_t V)
+{
+    TEST("%s loss of a row with a NaN or infinity among %lld", gpu->name, (long long)V);
+    const int32_t targets[3] = {0, (int32_t)V - 1, (int32_t)V / 2};
+    int32_t *gpu_targets = integers_new(targets, 3);
+    Tensor logits = tensor_new(3 * V, 0, RANDOM, 3), losses = tensor_new(3, 1, NOTHING, 0);
+    for (int64_t at = 0; at < V; at += V / 9 + 1)
+        for (int kind = 0; kind < 2; kind++) {
+            float kept = logits.start[V + at];
+            logits.start[V + at] = kind ? INFINITY : NAN;
+            tensor_reset(&logits);
+            gpu->loss_forward_backward(losses.gpu, logits.gpu, gpu_targets, 1, 3, V, V, gpu_stream);
+            float *got = tensor_read(&losses), *gradient = tensor_read(&logits);
+            CHECK(!isfinite(got[1]), "the loss is %g with a fault at %lld", (double)got[1], (long long)at);
+            int64_t spoiled = 0;
+            for (int64_t v = 0; v < V; v++) spoiled += !isfinite(gradient[v]) || !isfinite(gradient[2 * V + v]);
+            CHECK(isfinite(got[0]) && isfinite(got[2]) && !spoiled, "the fault at %lld spread to another row", (long long)at);
+            logits.start[V + at] = kept;
+            free(got);
+            free(gradient);
+        }
+    gpu->free(gpu_targets, gpu_stream);
     FREE(&logits, &losses);
 }
 
@@ -432,7 +460,7 @@ static void test_large(void)
     test_layernorm(5000, 96);
     test_linear(256, 768, 3072);
     test_embedding(4, 256, 768, 500);
-    test_loss(40, 50257, 50304, 5);
+    test_loss(40, 50257, 50304, 5, 0);
     test_adamw(100000, 65536, 1, 0);
 }
 
@@ -459,11 +487,16 @@ static void test_backend(void)
     test_embedding(2, 40, 1604, 3);
     test_embedding(11, 7, 1000, 40);
     test_embedding(9, 33, 1030, 4);
-    test_loss(1, 1, 1, 1);
-    test_loss(7, 2, 16, 3);
-    test_loss(33, 257, 384, 5);
-    test_loss(20, 1000, 1001, 5);
-    test_loss(5, 300, 384, 1e5);
+    test_loss(1, 1, 1, 1, 0);
+    test_loss(7, 2, 16, 3, 0);
+    test_loss(33, 257, 384, 5, 0);
+    test_loss(20, 1000, 1001, 5, 0);
+    test_loss(5, 300, 384, 1e5, 0);
+    test_loss(5, 257, 384, 3, 1e5);
+    test_loss(5, 257, 384, 3, -1e5);
+    test_loss(2, 20011, 20096, 5, 0); /* several packs a thread */
+    test_loss_nan(9);
+    test_loss_nan(1000);
     test_gelu(1);
     test_gelu(1003);
     test_gelu(100000);
