@@ -1,6 +1,6 @@
 /* train_gpt.cu - the trainer: from options to a trained model. Plain C that nvcc and `cc -x c` both compile; no kernel in it.
  *
- *     main        options -> setup -> train -> report
+ *     main        options -> setup -> train -> report, or a command: export
  *     setup       what was asked for and what is there become a model, a loader and a run directory; all faults of the user
  *                 surface here, before anything long is begun and before anything is written
  *     train       update after update: micro-steps, norm, AdamW; evaluation, sample, checkpoint when they are due
@@ -21,6 +21,7 @@
 #include "layers/cpu.h"
 #include "layers/gpt.h"
 #include "trainer/display.h"
+#include "trainer/export.h"
 #include "trainer/options.h"
 #include "trainer/process.h"
 #include "trainer/run.h"
@@ -671,8 +672,12 @@ int main(int argc, char **argv)
     }
     t->run.lock = -1;
     t->entropy_rate = (double)NAN;
-    int status = options_parse(&t->options, &t->given, argc, argv, &t->error) ? EXIT_OPTION : 0;
-    if (!status && t->options.help) {
+    int exporting = argc > 1 && !strcmp(argv[1], "export");
+    int status = exporting ? export_run(argc - 1, argv + 1, &t->error)
+                           : options_parse(&t->options, &t->given, argc, argv, &t->error) ? EXIT_OPTION : 0;
+    if (exporting) {
+        fflush(stdout);
+    } else if (!status && t->options.help) {
         options_help();
     } else if (!status) {
         status = setup(t);

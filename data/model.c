@@ -75,10 +75,12 @@ static int read_shape(const JsonValue *root, const char *path, GptConfig *config
 static int config_path(char out[FILES_PATH], const char *path, Error *error)
 {
     const char *slash = strrchr(path, '/');
-    if (files_is_directory(path)) return files_join(out, path, "config.json", error);
+    struct stat status;
+    if (stat(path, &status)) return error_set(error, "%s: cannot open it: %s", path, strerror(errno));
+    if (S_ISDIR(status.st_mode)) return files_join(out, path, "config.json", error);
     if (snprintf(out, FILES_PATH, "%.*sconfig.json", slash ? (int)(slash - path + 1) : 0, path) >= FILES_PATH)
         return error_set(error, "%.200s...: the path is longer than %d bytes", path, FILES_PATH - 1);
-    if (files_is_regular(path) && !files_is_regular(out))
+    if (!files_is_regular(out))
         return error_set(error, "%s: no config.json beside it, which says what tensors do not, such as the number of heads",
                          path);
     return 0;

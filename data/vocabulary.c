@@ -407,7 +407,7 @@ static int suits_gpt2(const Tokenizer *tokenizer, const char *dir, Error *error)
     return suits;
 }
 
-/* A text in the making, that becomes a file. */
+/* A text in the making, that becomes a file. Its stream keeps the addresses of the other two: it must not move. */
 typedef struct Output {
     FILE *stream;
     char *text;
@@ -425,11 +425,10 @@ static int output_save(Output *output, const char *dir, const char *name, Error 
     return result;
 }
 
-static Output output_open(void)
+static void output_open(Output *output)
 {
-    Output output = {0};
-    output.stream = open_memstream(&output.text, &output.length);
-    return output;
+    *output = (Output){0};
+    output->stream = open_memstream(&output->text, &output->length);
 }
 
 static void print_quoted(FILE *stream, const char *text, size_t length)
@@ -453,10 +452,11 @@ static size_t token_string(const Tokenizer *tokenizer, const uint32_t characters
 /* vocab.json: every token that has bytes, with its number. */
 static int write_tokens(const char *dir, const Tokenizer *tokenizer, const uint32_t characters[256], Error *error)
 {
-    Output output = output_open();
+    Output output;
     char text[LINE_BYTES];
     const char *before = "{";
     size_t length;
+    output_open(&output);
     for (int32_t t = 0; t < tokenizer_vocab(tokenizer) && output.stream; t++) {
         tokenizer_decode(tokenizer, t, &length);
         if (!length) continue;
@@ -474,8 +474,9 @@ static int write_tokens(const char *dir, const Tokenizer *tokenizer, const uint3
 static int write_merges(const char *dir, const Tokenizer *tokenizer, const uint32_t characters[256], Error *error)
 {
     const TokenizerParts *parts = tokenizer_parts(tokenizer);
-    Output output = output_open();
+    Output output;
     char left[LINE_BYTES], right[LINE_BYTES];
+    output_open(&output);
     if (output.stream) fputs("#version: 0.2\n", output.stream);
     for (size_t i = 0; i < parts->merge_count && output.stream; i++) {
         token_string(tokenizer, characters, parts->merges[i].left, left);
@@ -490,9 +491,10 @@ static int write_config(const char *dir, const Tokenizer *tokenizer, const uint3
                         Error *error)
 {
     static const char *const roles[] = {"bos_token", "eos_token", "unk_token"};
-    Output output = output_open();
+    Output output;
     char end[LINE_BYTES];
     size_t length = token_string(tokenizer, characters, tokenizer_end_of_text(tokenizer), end);
+    output_open(&output);
     if (output.stream)
         fprintf(output.stream, "{\"tokenizer_class\": \"GPT2Tokenizer\", \"add_prefix_space\": false, "
                 "\"model_max_length\": %lld", (long long)context);

@@ -181,13 +181,6 @@ static int open_shards(Weights *weights, const char *path, const JsonValue *root
             return error_set(error, "%s: weight_map: \"%.200s\" has no name of a file", path, entry->key);
         if (shard_add(weights, dir, entry->text, path, error)) return -1;
     }
-    for (const JsonValue *entry = map->child; entry; entry = entry->next) {
-        char expected[FILES_PATH];
-        if (files_join(expected, dir, entry->text, error)) return -1;
-        if (!find_tensor(weights, entry->key, &place) || strcmp(place->path, expected))
-            return error_set(error, "%s: the tensor \"%.200s\", which %s places there, is missing", expected, entry->key,
-                             path);
-    }
     for (size_t i = 0; i < weights->shard_count; i++)
         for (size_t k = 0; k < safetensors_count(weights->shards[i].file); k++) {
             const char *name = safetensors_at(weights->shards[i].file, k)->name;
@@ -196,6 +189,13 @@ static int open_shards(Weights *weights, const char *path, const JsonValue *root
                 return error_set(error, "%s: the tensor \"%.200s\" is also in %s", weights->shards[i].path, name,
                                  place->path);
         }
+    for (const JsonValue *entry = map->child; entry; entry = entry->next) {
+        char expected[FILES_PATH];
+        if (files_join(expected, dir, entry->text, error)) return -1;
+        if (!find_tensor(weights, entry->key, &place) || strcmp(place->path, expected))
+            return error_set(error, "%s: the tensor \"%.200s\", which %s places there, is missing", expected, entry->key,
+                             path);
+    }
     return 0;
 }
 

@@ -38,4 +38,7 @@ static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
     {{1, 1}, {4, 2}, {1, 1}, {1, 1}, {1, 1}}, /* bf16 */
 };
 
+/* Logits of a whole model beside those of another program, by the largest of them: fp32 in another order of sums. */
+#define MODEL_LOGITS 1e-5
+
 #endif

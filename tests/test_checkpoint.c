@@ -1,141 +1,20 @@
 /* Checkpoints: what is saved comes back to the bit; a damaged, foreign or misfitting one is refused whole. */
-#include <dirent.h>
-#include <errno.h>
-#include <ftw.h>
-#include <math.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "data/checkpoint.h"
 #include "data/json.h"
-#include "data/llmc.h"
 #include "data/model.h"
-#include "data/random.h"
 #include "data/safetensors.h"
+#include "model_files.h"
 #include "test.h"
 
-enum { BUFFERS = 3, COPIES_MOST = 64 };
+enum { COPIES_MOST = 64 };
 
-static const GptBuffer buffers[BUFFERS] = {GPT_PARAMETERS, GPT_MOMENT1, GPT_MOMENT2};
 static const GptConfig tiny = {.layers = 2, .heads = 2, .channels = 16, .context = 8, .vocab = 37};
 static const CheckpointState plain = {.step = 7, .data_position = 9007199254740993, .seed = UINT64_MAX,
                                       .validation_loss = 0.1 + 0.2, .seconds = 1e-300,
                                       .data_fingerprint = 0xFFFFFFFFFFFFFFFEu};
-
-static char root[] = "/tmp/test_checkpoint_XXXXXX";
-static Stream *stream;
-
-/* --- helpers ---------------------------------------------------------------------------------------------------------- */
-
-/* DIR/NAME in one of a few static buffers, for use at once. */
-static const char *in(const char *dir, const char *name)
-{
-    static char paths[8][2048];
-    static int turn;
-    turn = (turn + 1) % 8;
-    snprintf(paths[turn], sizeof paths[turn], "%s/%s", dir, name);
-    return paths[turn];
-}
-
-/* root/NAME, good until the end. */
-static const char *under_root(const char *name)
-{
-    static char paths[32][128];
-    static int count;
-    int i = 0;
-    while (i < count && strcmp(paths[i] + strlen(root) + 1, name)) i++;
-    if (i < count) return paths[i];
-    snprintf(paths[count], sizeof paths[count], "%s/%s", root, name);
-    return paths[count++];
-}
-
-static int remove_one(const char *path, const struct stat *status, int type, struct FTW *where)
-{
-    (void)status;
-    (void)type;
-    (void)where;
-    return remove(path);
-}
-
-static void remove_all(const char *path) { nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); }
-
-/* An empty directory under root. */
-static const char *fresh(const char *name)
-{
-    const char *path = under_root(name);
-    remove_all(path);
-    mkdir(path, 0777);
-    return path;
-}
-
-/* Names in a directory, sorted and each followed by a space. */
-static const char *list(const char *dir)
-{
-    static char text[1024];
-    struct dirent **entries;
-    int n = scandir(dir, &entries, NULL, alphasort);
-    text[0] = 0;
-    for (int i = 0; i < n; i++) {
-        if (strcmp(entries[i]->d_name, ".") && strcmp(entries[i]->d_name, ".."))
-            snprintf(text + strlen(text), sizeof text - strlen(text), "%s ", entries[i]->d_name);
-        free(entries[i]);
-    }
-    if (n >= 0) free(entries);
-    return text;
-}
-
-static void put_text(const char *path, const char *text)
-{
-    FILE *file = fopen(path, "wb");
-    fputs(text, file);
-    fclose(file);
-}
-
-static Gpt *model_open(const GptConfig *config)
-{
-    GptOptions options = {.batch = 1, .sequence = config->context, .training = 1};
-    AttentionShape shape = {.B = 1, .T = config->context, .NH = config->heads, .HS = config->channels / config->heads};
-    char error[1024] = "";
-    const AttentionKernel *kernel = attention_choose("reference", ATTENTION_CPU, &shape, 0, error, sizeof error);
-    Gpt *gpt = kernel ? gpt_create(config, &options, &backend_cpu_fp32, stream, kernel, error, sizeof error) : NULL;
-    if (!gpt) printf("cannot make a model: %s\n", error);
-    return gpt;
-}
-
-/* Fills parameters and moments with noise of every magnitude. */
-static void model_fill(Gpt *gpt, uint64_t seed)
-{
-    for (int b = 0; b < BUFFERS; b++)
-        for (size_t i = 0; i < gpt_tensor_count(gpt); i++) {
-            int64_t n = gpt_tensor(gpt, i)->rows * gpt_tensor(gpt, i)->columns;
-            float *values = malloc((size_t)n * sizeof *values);
-            for (int64_t k = 0; k < n; k++) {
-                uint64_t bits = random_u64(&seed);
-                values[k] = ldexpf((float)((int64_t)(bits >> 40) - (1 << 23)), (int)(bits % 200) - 150);
-                if (b == 2) values[k] = fabsf(values[k]);
-            }
-            gpt_write(gpt, buffers[b], i, 0, gpt_tensor(gpt, i)->rows, values);
-            free(values);
-        }
-}
-
-/* A word that depends on every bit of parameters and moments. */
-static uint64_t model_hash(const Gpt *gpt)
-{
-    uint64_t hash = 0;
-    for (int b = 0; b < BUFFERS; b++)
-        for (size_t i = 0; i < gpt_tensor_count(gpt); i++) {
-            int64_t n = gpt_tensor(gpt, i)->rows * gpt_tensor(gpt, i)->columns;
-            uint32_t *words = malloc((size_t)n * sizeof *words);
-            gpt_read(gpt, buffers[b], i, 0, gpt_tensor(gpt, i)->rows, (float *)words);
-            for (int64_t k = 0; k < n; k++) hash = random_mix(hash ^ words[k]);
-            free(words);
-        }
-    return hash;
-}
 
 /* A tokenizer of so many bytes, from 'A' on, the last of which ends texts. */
 static Tokenizer *tokenizer_of(int64_t vocab, Error *error)
@@ -640,52 +519,10 @@ static void test_bad_optimizer(const Gpt *gpt, Gpt *other)
     CHECK(model_hash(other) == hash && state.step == 77, "model or state was changed");
 }
 
-static void test_config(void)
-{
-#define SIZES "\"n_layer\":2,\"n_head\":2,\"n_embd\":16,\"n_positions\":8,\"vocab_size\":37"
-#define GPT2 "\"model_type\":\"gpt2\"," SIZES
-    static const struct { const char *text, *words; } cases[] = {
-        {"{" GPT2 "}", NULL}, {"{" GPT2 ",\"n_inner\":null,\"activation_function\":\"gelu_pytorch_tanh\"}", NULL},
-        {"{" GPT2 ",\"n_inner\":64,\"layer_norm_epsilon\":0.00001,\"scale_attn_weights\":true,\"task\":{\"a\":[]}}", NULL},
-        {"", "a value"}, {"[]", "no JSON object"}, {"{}", "\"n_layer\" is missing"}, {"{" SIZES "}", "\"model_type\""},
-        {"{\"model_type\":\"llama\"," SIZES "}", "\"llama\""}, {"{\"model_type\":7," SIZES "}", "\"model_type\""},
-        {"{" GPT2 ",\"activation_function\":\"gelu\"}", "\"gelu\", \"gelu_new\""},
-        {"{" GPT2 ",\"activation_function\":null}", "\"activation_function\""},
-        {"{" GPT2 ",\"layer_norm_epsilon\":1e-6}", "1e-6, 1e-05 is expected"},
-        {"{" GPT2 ",\"n_inner\":32}", "is 32, null or 64"},
-        {"{" GPT2 ",\"n_inner\":\"64\"}", "\"n_inner\""}, {"{" GPT2 ",\"scale_attn_weights\":false}", "must be true"},
-        {"{" GPT2 ",\"scale_attn_by_inverse_layer_idx\":true}", "must be false"},
-        {"{" GPT2 ",\"tie_word_embeddings\":false}", "must be true"},
-        {"{" GPT2 ",\"add_cross_attention\":true}", "must be false"},
-        {"{\"n_layer\":0}", "\"n_layer\" is 0"}, {"{\"n_layer\":2.5}", "2.5"}, {"{\"n_layer\":\"2\"}", "no number"},
-        {"{\"n_layer\":9223372036854775807}", "at most 2147483647"}, {"{\"n_layer\":1e30}", "\"n_layer\" is 1e30"},
-        {"{\"model_type\":\"gpt2\",\"n_layer\":2,\"n_head\":3,\"n_embd\":16,\"n_positions\":8,\"vocab_size\":37}",
-         "divisible"},
-    };
-    const char *dir = fresh("config");
-    Error error = {""};
-    TEST("config.json: GPT-2 as published is read, everything else is refused and changes nothing");
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        ModelInfo info = {.config.layers = 99};
-        put_text(in(dir, "config.json"), cases[i].text);
-        if (!cases[i].words)
-            CHECK(!model_inspect(dir, &info, &error) && !memcmp(&info.config, &tiny, sizeof tiny), "%s: %s",
-                  cases[i].text, error.text);
-        else
-            CHECK(model_inspect(dir, &info, &error) && strstr(error.text, cases[i].words) &&
-                  strstr(error.text, "/config.json") && info.config.layers == 99, "%s: '%s'", cases[i].text, error.text);
-    }
-    unlink(in(dir, "config.json"));
-    CHECK(model_inspect(dir, &(ModelInfo){0}, &error) && strstr(error.text, "No such file"), "'%s'", error.text);
-}
-
 int main(void)
 {
-    char error[1024];
     Gpt *gpt, *other;
-    if (!mkdtemp(root)) { printf("cannot make %s: %s\n", root, strerror(errno)); return 1; }
-    BackendOptions choice = {0};
-    stream = backend_cpu_fp32.open(0, &choice, error, sizeof error);
+    if (directories_open()) return perror(root), 1;
     gpt = model_open(&tiny);
     other = model_open(&tiny);
     if (!gpt || !other) return 1;
@@ -699,10 +536,8 @@ int main(void)
     test_foreign(gpt, other);
     test_other_shapes(gpt);
     test_bad_optimizer(gpt, other);
-    test_config();
     gpt_free(gpt);
     gpt_free(other);
-    backend_cpu_fp32.close(stream);
-    remove_all(root);
+    directories_close();
     return test_end();
 }
