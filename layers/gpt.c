@@ -234,11 +234,16 @@ static AttentionShape attention_shape(const GptConfig *config, const GptOptions 
     return shape;
 }
 
+/* Rows of the classifier that are done at once: all N, or about equal parts of them, so that no small rest wastes a pass, in whole
+ * tiles of a product. */
 static int64_t classifier_chunk(int64_t N, int64_t Vp, size_t element)
 {
-    int64_t rows = CLASSIFIER_BYTES / ((int64_t)element * Vp);
-    if (rows < 256) rows = 256; /* narrower products waste the machine */
-    return rows < N ? rows : N;
+    enum { FEWEST = 256, TILE = 128 }; /* narrower products waste the machine */
+    int64_t most = CLASSIFIER_BYTES / ((int64_t)element * Vp) / TILE * TILE;
+    if (most < FEWEST) most = FEWEST;
+    if (N <= most) return N;
+    int64_t chunks = (N + most - 1) / most, rows = (N + chunks - 1) / chunks;
+    return (rows + TILE - 1) / TILE * TILE;
 }
 
 /* A batch of N tokens in one piece: tokens (N), targets (N), and the plan of the embedding's backward. */

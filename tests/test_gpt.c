@@ -718,7 +718,6 @@ static void test_accumulation(void)
     free(targets);
 }
 
-/* A vocabulary so wide that the classifier takes the rows in two chunks, against each chunk's rows on their own. */
 /* Updates handed over by gpt_upload, gpt_step_launch and gpt_step_finish, the following one's batches brought while one
  * runs, are those of gpt_backward and gpt_update, bit for bit. */
 static void test_steps(void)
@@ -757,6 +756,7 @@ static void test_steps(void)
     free(tokens);
 }
 
+/* A vocabulary so wide that the classifier takes the rows in two chunks, against each sequence on its own. */
 static void test_chunks(void)
 {
     GptConfig config = {1, 2, 8, 130, 262147};
