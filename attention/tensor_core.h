@@ -44,6 +44,12 @@ __device__ __forceinline__ void store_16(SharedAddress at, uint16_t x)
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory");
 }
 
+/* `at` with some bits of its distance from the start of dynamic shared memory flipped, all of them below 1024. */
+__device__ __forceinline__ SharedAddress flip_bits(SharedAddress at, uint32_t bits) { return at ^ bits; }
+
+/* Lets the compiler forget how `at` was computed. */
+__device__ __forceinline__ void hide_address(SharedAddress &at) { asm volatile("" : "+r"(at)); }
+
 /* 16 bytes, 16-byte aligned. */
 __device__ __forceinline__ void store_128(SharedAddress at, uint4 x)
 {

@@ -1,0 +1,1197 @@
+/* flash_mma.cu - flash attention on tensor cores by mma.sync, bf16, for GPUs from sm_80 on.
+ */
+#include <float.h>
+#include <limits.h>
+
+#include "attention/attention.h"
+#include "attention/tensor_core.h"
+
+enum {
+    MAX_HS = 256,
+};
+
+#define LOG2_E 1.4426950408889634
+#define LN_2 0.6931471805599453f
+#define FULL_WARP 0xffffffffu
+
+/* Forward rescales O only when a row's maximum has grown by more than this, in powers of two: P stays below 2^8, where fp32 sums and bf16
+ * factors are as exact as below 1. */
+#define LAZY_LOG2 8.0f
+
+/* --- the place of a block -------------------------------------------------------------------------------------------------- */
+
+/* What all kernels know of the problem. */
+struct Sizes {
+    uint32_t heads, NH; /* B * NH */
+    int T, Tp, HS;      /* Tp: T rounded up to whole groups of four statistics */
+    uint32_t tiles;     /* of a head, of as many rows as the kernel's blocks own */
+    uint32_t section;   /* heads whose keys and values share the second-level cache */
+    float scale, scale_log2;
+};
+
+struct Place {
+    uint32_t head, b, h;
+    int tile; /* 0 is the longest */
+};
+
+/* Blocks go through sections of heads, in a section through the tiles from the longest on, in a tile through the heads. */
+__device__ __forceinline__ Place place_of(uint32_t block, const Sizes &sizes)
+{
+    uint32_t per_section = sizes.section * sizes.tiles, section = block / per_section;
+    uint32_t first = section * sizes.section, left = sizes.heads - first, rest = block - section * per_section;
+    uint32_t heads = left < sizes.section ? left : sizes.section;
+    Place place;
+    place.tile = (int)(rest / heads);
+    place.head = first + rest % heads;
+    place.b = place.head / sizes.NH;
+    place.h = place.head % sizes.NH;
+    return place;
+}
+
+/* The block's number, hidden from the compiler: a kernel finds its place anew for its last stores, which costs less than registers that hold
+ * it all along. */
+__device__ __forceinline__ uint32_t block_again(void)
+{
+    uint32_t block = blockIdx.x;
+    asm volatile("" : "+r"(block));
+    return block;
+}
+
+/* --- matrices in global memory ---------------------------------------------------------------------------------------------- */
+
+/* A view with what the host found out about it: whether all its rows can be read by 16 bytes. */
+struct Source {
+    AttentionInput view;
+    int vectors;
+};
+
+struct Target {
+    AttentionOutput view;
+    int vectors;
+};
+
+/* One head of a view: (rows, HS) bf16. */
+struct Matrix {
+    const __nv_bfloat16 *data;
+    int64_t stride;
+    int rows, HS, vectors;
+};
+
+struct OutMatrix {
+    __nv_bfloat16 *data;
+    int64_t stride;
+    int rows, HS, vectors;
+};
+
+__device__ __forceinline__ Matrix matrix_of(const Source &source, const Place &place, const Sizes &sizes)
+{
+    const AttentionInput &view = source.view;
+    return {(const __nv_bfloat16 *)view.data + place.b * view.batch_stride + place.h * view.head_stride, view.row_stride, sizes.T,
+            sizes.HS, source.vectors};
+}
+
+__device__ __forceinline__ OutMatrix matrix_of(const Target &target, const Place &place, const Sizes &sizes)
+{
+    const AttentionOutput &view = target.view;
+    return {(__nv_bfloat16 *)view.data + place.b * view.batch_stride + place.h * view.head_stride, view.row_stride, sizes.T, sizes.HS,
+            target.vectors};
+}
+
+/* Eight neighbouring elements of a row that may lie at any address. */
+__device__ __forceinline__ uint4 gather_eight(const __nv_bfloat16 *at)
+{
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        word[i] = __bfloat16_as_ushort(at[2 * i]) | (uint32_t)__bfloat16_as_ushort(at[2 * i + 1]) << 16;
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ __forceinline__ void scatter_eight(__nv_bfloat16 *at, uint4 x)
+{
+    uint32_t word[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        at[2 * i] = __ushort_as_bfloat16((unsigned short)(word[i] & 0xffff));
+        at[2 * i + 1] = __ushort_as_bfloat16((unsigned short)(word[i] >> 16));
+    }
+}
+
+/* --- tiles in shared memory --------------------------------------------------------------------------------------------------- */
+
+/* A tile of rows of HSP bf16, in chunks of 16 bytes. Chunk c of row r stands at place c ^ swizzle(r): then the eight rows that one 8 x 8
+ * matrix of ldmatrix needs lie in eight different groups of banks. Rows of an odd number of 64 bytes change sides by themselves. */
+template <int COLUMNS>
+__device__ __forceinline__ int tile_offset(int row, int chunk)
+{
+    const int CHUNKS = COLUMNS / 8;
+    static_assert(CHUNKS % 4 == 0, "the swizzle permutes groups of four or eight chunks");
+    return row * COLUMNS * 2 + ((chunk ^ (CHUNKS % 8 == 0 ? row & 7 : row >> 1 & 3)) << 4);
+}
+
+/* Which chunks of a tile a thread moves: in each pass PER threads take a row, of whose chunks they take every PER-th, JUMPS of them. So a warp
+ * touches whole lines of memory, and a thread's places in the swizzled tile differ by constants. */
+template <int HSP, int ROWS_, int THREADS>
+struct Passes {
+    static const int CHUNKS = HSP / 8, PER = CHUNKS % 8 == 0 ? 8 : 4, STEP = THREADS / PER, JUMPS = CHUNKS / PER;
+    static const int COUNT = (ROWS_ + STEP - 1) / STEP; /* passes */
+    static_assert(STEP % 8 == 0, "the swizzle of a row is that of the thread's next");
+    static_assert(ROWS_ % STEP == 0 || ROWS_ < STEP, "whole passes of the block");
+    int row, chunk, offset;
+
+    __device__ __forceinline__ Passes(void)
+    {
+        row = (int)threadIdx.x / PER;
+        chunk = (int)threadIdx.x % PER;
+        offset = tile_offset<HSP>(row, chunk);
+    }
+    /* Does the thread take part? */
+    __device__ __forceinline__ bool here(void) const { return ROWS_ >= STEP || row < ROWS_; }
+    /* Of its chunk in pass i and jump j: the place in the tile. */
+    __device__ __forceinline__ int place(int i, int j) const { return offset + i * STEP * HSP * 2 + j * PER * 16; }
+};
+
+/* Rows row .. row + ROWS - 1 of the matrix into a tile, zeros beyond its edges: the copies are queued, not waited for. */
+template <int HSP, int ROWS, int THREADS>
+__device__ __forceinline__ void load_tile(SharedAddress tile, const Matrix &matrix, int row)
+{
+    typedef Passes<HSP, ROWS, THREADS> Mine;
+    const Mine mine;
+    row += mine.row;
+    const __nv_bfloat16 *at = matrix.data + row * matrix.stride + mine.chunk * 8;
+    if (!mine.here()) return;
+#pragma unroll
+    for (int i = 0; i < Mine::COUNT; i++) {
+#pragma unroll
+        for (int j = 0; j < Mine::JUMPS; j++) {
+            bool valid = row + i * Mine::STEP < matrix.rows && (mine.chunk + j * Mine::PER) * 8 < matrix.HS;
+            SharedAddress to = tile + mine.place(i, j);
+            if (matrix.vectors) copy_async_16(to, valid ? at + j * Mine::PER * 8 : matrix.data, valid);
+            else store_128(to, valid ? gather_eight(at + j * Mine::PER * 8) : make_uint4(0, 0, 0, 0));
+        }
+        at += Mine::STEP * matrix.stride;
+        /* Without this the compiler keeps the addresses of all passes in registers from tile to tile. */
+        asm volatile("" : "+l"(at));
+    }
+}
+
+/* Has the part of the tile that this thread loaded a number that is none? After copies_wait, before the barrier. */
+template <int HSP, int ROWS, int THREADS>
+__device__ __forceinline__ bool scan_tile(SharedAddress tile)
+{
+    typedef Passes<HSP, ROWS, THREADS> Mine;
+    const Mine mine;
+    uint32_t acc = 0;
+    if (!mine.here()) return false;
+#pragma unroll
+    for (int i = 0; i < Mine::COUNT; i++)
+#pragma unroll
+        for (int j = 0; j < Mine::JUMPS; j++) {
+            uint4 x = load_128(tile + mine.place(i, j));
+            acc = gather_nonfinite(gather_nonfinite(gather_nonfinite(gather_nonfinite(acc, x.x), x.y), x.z), x.w);
+        }
+    return (acc & 0x7fff7fff) != 0;
+}
+
+/* x with what is not finite replaced by 0; *found says whether there was any. */
+__device__ __forceinline__ uint32_t finite_pair(uint32_t x, bool *found)
+{
+    uint32_t bad = ((x & 0x7f80u) == 0x7f80u ? 0xffffu : 0u) | ((x & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u);
+    *found = *found || bad;
+    return x & ~bad;
+}
+
+/* Replaces what is not finite in the thread's part of the tile by 0, and lets *first and *last take in the rows where that was. */
+template <int HSP, int ROWS, int THREADS>
+__device__ __forceinline__ void purge_tile(SharedAddress tile, Shared<int> first, Shared<int> last)
+{
+    typedef Passes<HSP, ROWS, THREADS> Mine;
+    const Mine mine;
+    if (!mine.here()) return;
+#pragma unroll 1
+    for (int i = 0; i < Mine::COUNT; i++)
+#pragma unroll 1
+        for (int j = 0; j < Mine::JUMPS; j++) {
+            uint4 x = load_128(tile + mine.place(i, j));
+            bool found = false;
+            x.x = finite_pair(x.x, &found);
+            x.y = finite_pair(x.y, &found);
+            x.z = finite_pair(x.z, &found);
+            x.w = finite_pair(x.w, &found);
+            if (!found) continue;
+            store_128(tile + mine.place(i, j), x);
+            atomicMin(first, mine.row + i * Mine::STEP);
+            atomicMax(last, mine.row + i * Mine::STEP);
+        }
+}
+
+/* Changes the sign of the thread's part of a tile. */
+template <int HSP, int ROWS, int THREADS>
+__device__ __forceinline__ void negate_tile(SharedAddress tile)
+{
+    typedef Passes<HSP, ROWS, THREADS> Mine;
+    const Mine mine;
+    if (!mine.here()) return;
+#pragma unroll 1
+    for (int i = 0; i < Mine::COUNT; i++)
+#pragma unroll 1
+        for (int j = 0; j < Mine::JUMPS; j++) {
+            uint4 x = load_128(tile + mine.place(i, j));
+            store_128(tile + mine.place(i, j), make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u));
+        }
+}
+
+/* --- fragments ---------------------------------------------------------------------------------------------------------------- */
+
+/* A lane of a warp: g and q as tensor_core.h has them. ldmatrix takes from lane 8i + r the address of row r of its matrix i; `down` and
+ * `right` are where that row lies when matrices 0 and 1 stand one below the other, or side by side: chunk and row within 16 x 16. */
+struct Lane {
+    int warp, g, q;
+    int down_row, down_chunk, right_row, right_chunk;
+};
+
+__device__ __forceinline__ Lane lane_here(void)
+{
+    int lane = (int)threadIdx.x % 32, i = lane / 8, r = lane % 8;
+    return {(int)threadIdx.x / 32, lane / 4, lane % 4, r + (i & 1) * 8, i >> 1, r + (i >> 1) * 8, i & 1};
+}
+
+/* A way through the 16 x 16 blocks of a tile: the address that a lane gives for the first, and what leads from it to the others. Where rows
+ * are a power of two long, step k flips bits of the first address; else each second step goes 32 bytes forth or back. The address is hidden
+ * from the compiler, which would keep those of all steps in registers throughout the kernel. Tiles begin at multiples of 16 rows. */
+template <int COLUMNS>
+struct Walk {
+    static const bool FLIPS = (COLUMNS & (COLUMNS - 1)) == 0;
+    SharedAddress first;
+    int odd;
+
+    __device__ __forceinline__ Walk(SharedAddress tile, int row, int chunk)
+    {
+        first = tile + tile_offset<COLUMNS>(row, chunk);
+        hide_address(first);
+        odd = FLIPS ? 0 : tile_offset<COLUMNS>(row, chunk + 2) - tile_offset<COLUMNS>(row, chunk);
+    }
+    /* Of the block of rows `row` .. row + 15 and columns 16k .. */
+    __device__ __forceinline__ SharedAddress at(int row, int k) const
+    {
+        if (FLIPS) return flip_bits(first, (uint32_t)k * 32) + row * COLUMNS * 2;
+        return first + ((k & 1 ? odd : 0) + k / 2 * 64 + row * COLUMNS * 2);
+    }
+};
+
+/* Matrices 0 and 1 of a block one below the other: for A by ldmatrix_x4 and, transposed, for two B whose k are the tile's rows. */
+template <int COLUMNS>
+__device__ __forceinline__ Walk<COLUMNS> walk_down(SharedAddress tile, Lane lane)
+{
+    return Walk<COLUMNS>(tile, lane.down_row, lane.down_chunk);
+}
+
+/* Side by side: for two B whose n are the tile's rows and, transposed, for A from a tile that holds its transpose. */
+template <int COLUMNS>
+__device__ __forceinline__ Walk<COLUMNS> walk_right(SharedAddress tile, Lane lane)
+{
+    return Walk<COLUMNS>(tile, lane.right_row, lane.right_chunk);
+}
+
+/* The A of step k (16 columns) from the sums of 16 x 8 products. */
+template <int N>
+__device__ __forceinline__ void pack_a(uint32_t (&a)[4], const float (&sums)[N][4], int k)
+{
+    a[0] = pack_bf16(sums[2 * k][0], sums[2 * k][1]);
+    a[1] = pack_bf16(sums[2 * k][2], sums[2 * k][3]);
+    a[2] = pack_bf16(sums[2 * k + 1][0], sums[2 * k + 1][1]);
+    a[3] = pack_bf16(sums[2 * k + 1][2], sums[2 * k + 1][3]);
+}
+
+template <int MT, int N>
+__device__ __forceinline__ void set_zero(float (&x)[MT][N][4])
+{
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[m][n][e] = 0;
+}
+
+/* The warp's 16 MT rows of sums, times `factor`, rounded, to rows `row` .. of `out`, columns col .., by way of `tile`, as many rows
+ * of shared memory that no other warp uses. */
+template <int COLUMNS, int MT, int N>
+__device__ __forceinline__ void store_rows(const OutMatrix &out, SharedAddress tile, const float (&sums)[MT][N][4], const float (&factor)[MT][2],
+                                           Lane lane, int row, int col)
+{
+    static_assert(N * 8 <= COLUMNS, "the rows of the tile hold the sums");
+    const int CHUNKS = N;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                store_32(tile + (tile_offset<COLUMNS>(m * 16 + half * 8 + lane.g, n) + 4 * lane.q),
+                         pack_bf16(sums[m][n][2 * half] * factor[m][half], sums[m][n][2 * half + 1] * factor[m][half]));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16 * MT * CHUNKS / 32; i++) {
+        int index = (int)threadIdx.x % 32 + 32 * i, r = index / CHUNKS, chunk = index % CHUNKS;
+        if (row + r >= out.rows || col + chunk * 8 >= out.HS) continue;
+        uint4 x = load_128(tile + tile_offset<COLUMNS>(r, chunk));
+        __nv_bfloat16 *at = out.data + (row + r) * out.stride + col + chunk * 8;
+        if (out.vectors) *(uint4 *)at = x;
+        else scatter_eight(at, x);
+    }
+}
+
+/* --- forward ------------------------------------------------------------------------------------------------------------------ */
+
+struct Forward {
+    Source Q, K, V;
+    Target O;
+    float *LSE, *saved; /* (heads, T); (heads, Tp) */
+    Sizes sizes;
+};
+
+template <int HSP> struct ForwardShape;
+#ifndef FORWARD_SHAPES
+#define FORWARD_SHAPES(X) /* HSP, m16 tiles a warp, warps, keys a tile, Q in registers, blocks an SM */ \
+    X(32, 2, 4, 64, true, 2)                                                                            \
+    X(64, 2, 4, 64, true, 2)                                                                           \
+    X(96, 2, 4, 64, false, 2)                                                                           \
+    X(128, 2, 4, 32, false, 2)                                                                          \
+    X(256, 1, 4, 32, false, 2)
+#endif
+#define FORWARD_SHAPE(HSP, MT_, WARPS_, BN_, Q_HELD_, BLOCKS_)                                           \
+    template <> struct ForwardShape<HSP> {                                                               \
+        static const int MT = MT_, WARPS = WARPS_, BN = BN_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS_;    \
+        static const int ROWS = 16 * MT_ * WARPS_, BAD = (ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16;    \
+        static const bool Q_HELD = Q_HELD_;                                                              \
+    };
+FORWARD_SHAPES(FORWARD_SHAPE)
+
+template <int HSP>
+struct ForwardState {
+    typedef ForwardShape<HSP> Shape;
+    float O[Shape::MT][HSP / 8][4];
+    float max[Shape::MT][2], sum[Shape::MT][2]; /* of rows g and g + 8: the row's maximum in log2 units, the lane's share of its sum */
+    uint32_t Q[Shape::Q_HELD ? HSP / 16 : 1][Shape::MT][4];
+};
+
+/* One tile of keys for one warp. MASKED: the tile has keys beyond the block's first query; `last` is the warp's last query, counted from
+ * the tile's first key. */
+template <int HSP, bool MASKED>
+__device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, SharedAddress Q, SharedAddress K, SharedAddress V, Lane lane, int last,
+                                             float scale_log2)
+{
+    typedef ForwardShape<HSP> Shape;
+    const int MT = Shape::MT, BN = Shape::BN;
+    float S[MT][BN / 8][4];
+    if (MASKED && last < 0) return;
+    set_zero(S);
+    const Walk<HSP> walk_Q = walk_down<HSP>(Q, lane), walk_K = walk_right<HSP>(K, lane);
+#pragma unroll
+    for (int k = 0; k < HSP / 16; k++) {
+        uint32_t a[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            if (Shape::Q_HELD) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) a[m][e] = state.Q[k][m][e];
+            } else ldmatrix_x4(a[m], walk_Q.at(m * 16, k));
+        }
+#pragma unroll
+        for (int n = 0; n < BN / 16; n++) {
+            uint32_t b[4];
+            if (MASKED && n * 16 > last) continue;
+            ldmatrix_x4(b, walk_K.at(n * 16, k));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(S[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(S[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+    if (MASKED) {
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (n * 8 + 2 * lane.q + e % 2 > last - 16 * MT + 1 + m * 16 + lane.g + e / 2 * 8) S[m][n][e] = -INFINITY;
+    }
+
+    float largest[MT][2];
+    bool grown = false;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = fmaxf(S[m][0][2 * half], S[m][0][2 * half + 1]);
+#pragma unroll
+            for (int n = 1; n < BN / 8; n++) x = fmaxf(x, fmaxf(S[m][n][2 * half], S[m][n][2 * half + 1]));
+            x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+            largest[m][half] = x * scale_log2;
+            grown = grown || largest[m][half] > state.max[m][half] + LAZY_LOG2;
+        }
+    if (__any_sync(FULL_WARP, grown)) {
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float old = state.max[m][half], now = fmaxf(old, largest[m][half]);
+                float alpha = exp2_fast(old - (now == -INFINITY ? 0.0f : now));
+                state.max[m][half] = now;
+                state.sum[m][half] *= alpha;
+#pragma unroll
+                for (int n = 0; n < HSP / 8; n++) {
+                    state.O[m][n][2 * half] *= alpha;
+                    state.O[m][n][2 * half + 1] *= alpha;
+                }
+            }
+    }
+
+    float base[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) base[m][half] = state.max[m][half] == -INFINITY ? 0.0f : -state.max[m][half];
+    const Walk<HSP> walk_V = walk_down<HSP>(V, lane);
+#pragma unroll
+    for (int k = 0; k < BN / 16; k++) {
+        uint32_t P[MT][4];
+        if (MASKED && k * 16 > last) continue;
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int n = 2 * k; n < 2 * k + 2; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    S[m][n][e] = exp2_fast(fmaf(S[m][n][e], scale_log2, base[m][e / 2]));
+                    state.sum[m][e / 2] += S[m][n][e];
+                }
+            pack_a(P[m], S[m], k);
+        }
+#pragma unroll
+        for (int n = 0; n < HSP / 16; n++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, walk_V.at(k * 16, n));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(state.O[m][2 * n], P[m], b[0], b[1]);
+                mma_bf16(state.O[m][2 * n + 1], P[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <int HSP>
+__global__ void __launch_bounds__(ForwardShape<HSP>::THREADS, ForwardShape<HSP>::BLOCKS) flash_mma_forward_kernel(Forward call)
+{
+    typedef ForwardShape<HSP> Shape;
+    const int MT = Shape::MT, BN = Shape::BN, ROWS = Shape::ROWS, THREADS = Shape::THREADS, STAGE = BN * HSP * 2;
+    const Sizes &sizes = call.sizes;
+    const Place place = place_of(blockIdx.x, sizes);
+    const Lane lane = lane_here();
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2); /* the first and the last row of a tile that are not finite */
+    const SharedAddress Q = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
+    const SharedAddress K = Q + ROWS * HSP * 2, V = K + 2 * STAGE;
+    const int query = ((int)sizes.tiles - 1 - place.tile) * ROWS; /* of the block */
+    const int mine = query + lane.warp * MT * 16;                 /* of the warp */
+    const SharedAddress my_Q = Q + lane.warp * MT * 16 * HSP * 2; /* its rows of the tile */
+    const Matrix keys = matrix_of(call.K, place, sizes), values = matrix_of(call.V, place, sizes);
+    ForwardState<HSP> state;
+    set_zero(state.O);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            state.max[m][half] = -INFINITY;
+            state.sum[m][half] = 0;
+        }
+
+    int tile = (min(query + ROWS, sizes.T) - 1) / BN, stage = 0;
+    load_tile<HSP, ROWS, THREADS>(Q, matrix_of(call.Q, place, sizes), query);
+    load_tile<HSP, BN, THREADS>(K, keys, tile * BN);
+    load_tile<HSP, BN, THREADS>(V, values, tile * BN);
+    copies_commit();
+    if (threadIdx.x == 0) {
+        bad[0] = INT_MAX;
+        bad[1] = -1;
+    }
+    float scale_log2 = sizes.scale_log2;
+    if (scale_log2 < 0) { /* the maximum is that of S, so S gets the sign */
+        copies_wait<0>();
+        negate_tile<HSP, ROWS, THREADS>(Q);
+        scale_log2 = -scale_log2;
+    }
+    if (Shape::Q_HELD) {
+        copies_wait<0>();
+        __syncthreads();
+        const Walk<HSP> walk = walk_down<HSP>(my_Q, lane);
+#pragma unroll
+        for (int k = 0; k < (Shape::Q_HELD ? HSP / 16 : 0); k++)
+#pragma unroll
+            for (int m = 0; m < MT; m++) ldmatrix_x4(state.Q[k][m], walk.at(m * 16, k));
+    }
+
+    for (; tile >= 0 && tile * BN + BN - 1 > query; tile--, stage ^= 1) { /* tiles that some query of the block sees in part */
+        copies_wait<0>();
+        int found = __syncthreads_or(scan_tile<HSP, BN, THREADS>(V + stage * STAGE));
+        if (found) {
+            purge_tile<HSP, BN, THREADS>(V + stage * STAGE, bad, bad + 1);
+            __syncthreads();
+        }
+        if (tile > 0) {
+            load_tile<HSP, BN, THREADS>(K + (stage ^ 1) * STAGE, keys, (tile - 1) * BN);
+            load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
+            copies_commit();
+        }
+        forward_tile<HSP, true>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, scale_log2);
+        if (found) { /* what was not finite reaches the queries that see its key, and no others */
+            int first = tile * BN + bad[0];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < HSP / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (mine + m * 16 + lane.g + e / 2 * 8 >= first) state.O[m][n][e] = NAN;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                bad[0] = INT_MAX;
+                bad[1] = -1;
+            }
+        }
+    }
+    for (; tile >= 0; tile--, stage ^= 1) {
+        copies_wait<0>();
+        __syncthreads();
+        if (tile > 0) {
+            load_tile<HSP, BN, THREADS>(K + (stage ^ 1) * STAGE, keys, (tile - 1) * BN);
+            load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
+            copies_commit();
+        }
+        forward_tile<HSP, false>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane, 0, scale_log2);
+    }
+
+    const Place again = place_of(block_again(), sizes);
+    float inverse[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = state.sum[m][half];
+            sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+            inverse[m][half] = 1.0f / sum;
+            int row = mine + m * 16 + half * 8 + lane.g;
+            float lse = state.max[m][half] + log2f(sum);
+            if (lane.q == 0 && row < sizes.T) call.LSE[(int64_t)again.head * sizes.T + row] = lse * LN_2;
+            if (lane.q == 0 && row < sizes.Tp) call.saved[(int64_t)again.head * sizes.Tp + row] = row < sizes.T ? lse : 0.0f;
+        }
+    store_rows<HSP>(matrix_of(call.O, again, sizes), my_Q, state.O, inverse, lane, mine, 0);
+}
+
+/* --- backward ----------------------------------------------------------------------------------------------------------------- */
+
+struct Backward {
+    Source Q, K, V, dO, O;
+    Target dQ, dK, dV;
+    const float *saved; /* (heads, Tp) */
+    float *D;           /* (heads, Tp): rowsum(dO * O) */
+    float *sums;        /* dQ before it is scaled and rounded, in the order of dq_place(); NULL where flash_mma_queries_kernel makes it */
+    Sizes sizes;
+};
+
+/* What the lanes 4r .. 4r+3 know of row r of a product of rows: here the dot product of two rows of HS elements, the same for all four. */
+__device__ __forceinline__ float dot_of_rows(const Matrix &a, const Matrix &b, int row, int q)
+{
+    float sum = 0;
+    if (row < a.rows)
+        for (int col = q * 8; col < a.HS; col += 32) {
+            const __nv_bfloat16 *at_a = a.data + row * a.stride + col, *at_b = b.data + row * b.stride + col;
+            uint4 x = a.vectors ? *(const uint4 *)at_a : gather_eight(at_a), y = b.vectors ? *(const uint4 *)at_b : gather_eight(at_b);
+            uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sum = fmaf(__uint_as_float(xs[i] << 16), __uint_as_float(ys[i] << 16), sum);
+                sum = fmaf(__uint_as_float(xs[i] & 0xffff0000u), __uint_as_float(ys[i] & 0xffff0000u), sum);
+            }
+        }
+    sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+    return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
+}
+
+/* --- dQ by its own kernel: a block owns queries ---------------------------------------------------------------------------------- */
+
+template <int HSP> struct QueriesShape;
+#ifndef QUERIES_SHAPES
+#define QUERIES_SHAPES(X) /* HSP, m16 tiles a warp, warps, keys a tile, Q and dO in registers, blocks an SM */ \
+    X(32, 2, 4, 32, false, 3)                                                                                   \
+    X(64, 2, 4, 32, false, 2)                                                                                   \
+    X(96, 2, 4, 32, false, 2)                                                                                   \
+    X(128, 2, 4, 16, false, 2)                                                                                  \
+    X(256, 1, 4, 16, false, 2)
+#endif
+#define QUERIES_SHAPE(HSP, MT_, WARPS_, BN_, HELD_, BLOCKS_)                                             \
+    template <> struct QueriesShape<HSP> {                                                               \
+        static const int MT = MT_, WARPS = WARPS_, BN = BN_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS_;    \
+        static const int ROWS = 16 * MT_ * WARPS_, BAD = (2 * ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16; \
+        static const bool HELD = HELD_;                                                                  \
+    };
+QUERIES_SHAPES(QUERIES_SHAPE)
+
+template <int HSP>
+struct QueriesState {
+    typedef QueriesShape<HSP> Shape;
+    float dQ[Shape::MT][HSP / 8][4];
+    float base[Shape::MT][2], D[Shape::MT][2]; /* of rows g and g + 8 */
+    uint32_t Q[Shape::HELD ? HSP / 16 : 1][Shape::MT][4], dO[Shape::HELD ? HSP / 16 : 1][Shape::MT][4];
+};
+
+/* out (MT x 16 rows, BN) = rows of A (the warp's part of a tile, or held) times rows of B; blocks of 16 columns beyond `last` are left 0. */
+template <int HSP, int MT, int BN, bool MASKED, bool HELD>
+__device__ __forceinline__ void multiply_rows(float (&out)[MT][BN / 8][4], const uint32_t (&held)[HELD ? HSP / 16 : 1][MT][4], SharedAddress A,
+                                              SharedAddress B, Lane lane, int last)
+{
+    set_zero(out);
+    const Walk<HSP> walk_A = walk_down<HSP>(A, lane), walk_B = walk_right<HSP>(B, lane);
+#pragma unroll
+    for (int k = 0; k < HSP / 16; k++) {
+        uint32_t a[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            if (HELD) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) a[m][e] = held[HELD ? k : 0][m][e];
+            } else ldmatrix_x4(a[m], walk_A.at(m * 16, k));
+        }
+#pragma unroll
+        for (int n = 0; n < BN / 16; n++) {
+            uint32_t b[4];
+            if (MASKED && n * 16 > last) continue;
+            ldmatrix_x4(b, walk_B.at(n * 16, k));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(out[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(out[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <int HSP, bool MASKED>
+__device__ __forceinline__ void queries_tile(QueriesState<HSP> &state, SharedAddress Q, SharedAddress dO, SharedAddress K, SharedAddress V,
+                                             Lane lane, int last, float scale_log2)
+{
+    typedef QueriesShape<HSP> Shape;
+    const int MT = Shape::MT, BN = Shape::BN;
+    float P[MT][BN / 8][4], dS[MT][BN / 8][4];
+    if (MASKED && last < 0) return;
+    multiply_rows<HSP, MT, BN, MASKED, Shape::HELD>(P, state.Q, Q, K, lane, last);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) P[m][n][e] = exp2_fast(fmaf(P[m][n][e], scale_log2, state.base[m][e / 2]));
+    multiply_rows<HSP, MT, BN, MASKED, Shape::HELD>(dS, state.dO, dO, V, lane, last);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - state.D[m][e / 2]);
+                if (MASKED && n * 8 + 2 * lane.q + e % 2 > last - 16 * MT + 1 + m * 16 + lane.g + e / 2 * 8) dS[m][n][e] = 0;
+            }
+    const Walk<HSP> walk_K = walk_down<HSP>(K, lane);
+#pragma unroll
+    for (int k = 0; k < BN / 16; k++) {
+        uint32_t a[MT][4];
+        if (MASKED && k * 16 > last) continue;
+#pragma unroll
+        for (int m = 0; m < MT; m++) pack_a(a[m], dS[m], k);
+#pragma unroll
+        for (int n = 0; n < HSP / 16; n++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, walk_K.at(k * 16, n));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(state.dQ[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(state.dQ[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <int HSP>
+__global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>::BLOCKS) flash_mma_queries_kernel(Backward call)
+{
+    typedef QueriesShape<HSP> Shape;
+    const int MT = Shape::MT, BN = Shape::BN, ROWS = Shape::ROWS, THREADS = Shape::THREADS, STAGE = BN * HSP * 2;
+    const Sizes &sizes = call.sizes;
+    const Place place = place_of(blockIdx.x, sizes);
+    const Lane lane = lane_here();
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2); /* the first and the last row of a tile that are not finite */
+    const SharedAddress Q = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES)), dO = Q + ROWS * HSP * 2;
+    const SharedAddress K = dO + ROWS * HSP * 2, V = K + 2 * STAGE;
+    const int query = ((int)sizes.tiles - 1 - place.tile) * ROWS, mine = query + lane.warp * MT * 16;
+    const SharedAddress my_Q = Q + lane.warp * MT * 16 * HSP * 2, my_dO = my_Q + ROWS * HSP * 2;
+    const Matrix keys = matrix_of(call.K, place, sizes), values = matrix_of(call.V, place, sizes), grads = matrix_of(call.dO, place, sizes);
+    QueriesState<HSP> state;
+    set_zero(state.dQ);
+
+    int tile = (min(query + ROWS, sizes.T) - 1) / BN, stage = 0;
+    load_tile<HSP, ROWS, THREADS>(Q, matrix_of(call.Q, place, sizes), query);
+    load_tile<HSP, ROWS, THREADS>(dO, grads, query);
+    load_tile<HSP, BN, THREADS>(K, keys, tile * BN);
+    load_tile<HSP, BN, THREADS>(V, values, tile * BN);
+    copies_commit();
+    if (threadIdx.x == 0) {
+        bad[0] = INT_MAX;
+        bad[1] = -1;
+    }
+    const Matrix out = matrix_of(call.O, place, sizes);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int row = mine + m * 16 + half * 8 + lane.g;
+            float D = dot_of_rows(grads, out, row, lane.q);
+            if (lane.q == 0 && row < sizes.Tp) call.D[(int64_t)place.head * sizes.Tp + row] = D;
+            state.D[m][half] = D;
+            state.base[m][half] = row < sizes.T ? -call.saved[(int64_t)place.head * sizes.Tp + row] : 0.0f;
+        }
+    if (Shape::HELD) {
+        copies_wait<0>();
+        __syncthreads();
+        const Walk<HSP> walk_Q = walk_down<HSP>(my_Q, lane), walk_dO = walk_down<HSP>(my_dO, lane);
+#pragma unroll
+        for (int k = 0; k < (Shape::HELD ? HSP / 16 : 0); k++)
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                ldmatrix_x4(state.Q[k][m], walk_Q.at(m * 16, k));
+                ldmatrix_x4(state.dO[k][m], walk_dO.at(m * 16, k));
+            }
+    }
+
+    for (; tile >= 0 && tile * BN + BN - 1 > query; tile--, stage ^= 1) {
+        copies_wait<0>();
+        int found = __syncthreads_or(scan_tile<HSP, BN, THREADS>(K + stage * STAGE));
+        if (found) {
+            purge_tile<HSP, BN, THREADS>(K + stage * STAGE, bad, bad + 1);
+            __syncthreads();
+        }
+        if (tile > 0) {
+            load_tile<HSP, BN, THREADS>(K + (stage ^ 1) * STAGE, keys, (tile - 1) * BN);
+            load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
+            copies_commit();
+        }
+        queries_tile<HSP, true>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, sizes.scale_log2);
+        if (found) {
+            int first = tile * BN + bad[0];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < HSP / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (mine + m * 16 + lane.g + e / 2 * 8 >= first) state.dQ[m][n][e] = NAN;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                bad[0] = INT_MAX;
+                bad[1] = -1;
+            }
+        }
+    }
+    for (; tile >= 0; tile--, stage ^= 1) {
+        copies_wait<0>();
+        __syncthreads();
+        if (tile > 0) {
+            load_tile<HSP, BN, THREADS>(K + (stage ^ 1) * STAGE, keys, (tile - 1) * BN);
+            load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
+            copies_commit();
+        }
+        queries_tile<HSP, false>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, 0, sizes.scale_log2);
+    }
+
+    const Place again = place_of(block_again(), sizes);
+    float factor[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++) factor[m][0] = factor[m][1] = sizes.scale;
+    store_rows<HSP>(matrix_of(call.dQ, again, sizes), my_Q, state.dQ, factor, lane, mine, 0);
+}
+
+/* --- dK and dV: a block owns keys ------------------------------------------------------------------------------------------------- */
+
+template <int HSP> struct KeysShape;
+#ifndef KEYS_SHAPES
+#define KEYS_SHAPES(X) /* HSP, m16 tiles a warp, warps, queries a tile, of them at a time, columns of dK and dV a block, blocks an SM */ \
+    X(32, 2, 4, 64, 32, 32, 2)                                                                                  \
+    X(64, 1, 4, 64, 32, 64, 3)                                                                                  \
+    X(96, 1, 4, 64, 64, 96, 2)                                                                                  \
+    X(128, 1, 4, 64, 32, 128, 2)                                                                                 \
+    X(256, 1, 4, 16, 16, 64, 2)
+#endif
+#define KEYS_SHAPE(HSP, MT_, WARPS_, BM_, PART_, SLICE_, BLOCKS_)                                                                \
+    template <> struct KeysShape<HSP> {                                                                                  \
+        static const int MT = MT_, WARPS = WARPS_, BM = BM_, PART = PART_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS_;      \
+        static const int ROWS = 16 * MT_ * WARPS_, SLICE = SLICE_, SLICES = HSP / SLICE_;                                 \
+        static const int STAGE = BM_ * HSP * 2, STATS = (2 * ROWS + 4 * BM_) * HSP * 2;                                  \
+        static const int BAD = STATS + 4 * BM_ * 4, DS = (BAD + 16 + 1023) / 1024 * 1024;                                \
+        static const int BYTES = BAD + 16, BYTES_DQ = DS + ROWS * BM_ * 2;                                               \
+    };
+KEYS_SHAPES(KEYS_SHAPE)
+
+template <int HSP>
+struct KeysState {
+    typedef KeysShape<HSP> Shape;
+    float dK[Shape::MT][Shape::SLICE / 8][4], dV[Shape::MT][Shape::SLICE / 8][4];
+};
+
+/* The statistics of the BM queries from `query` on: LSE in log2 units to `stats`, D behind it. Rows from T to Tp hold anything. */
+template <int BM>
+__device__ __forceinline__ void load_stats(SharedAddress stats, const Backward &call, const Place &place, int query)
+{
+    static_assert(BM % 4 == 0, "whole copies");
+    int index = (int)threadIdx.x, row = query + index % (BM / 4) * 4;
+    if (index >= BM / 2) return;
+    const float *from = (index < BM / 4 ? call.saved : call.D) + (int64_t)place.head * call.sizes.Tp;
+    bool valid = row < call.sizes.T;
+    copy_async_16(stats + index * 16, valid ? from + row : from, valid);
+}
+
+/* sums (keys of the warp, slice of the columns) += X (keys, PART queries) Y, rows part .. of the tile. */
+template <int HSP, bool MASKED, int MT, int PART8, int SLICE8>
+__device__ __forceinline__ void add_product(float (&sums)[MT][SLICE8][4], const float (&X)[MT][PART8][4], SharedAddress Y, Lane lane, int part,
+                                            int first, int slice)
+{
+    const Walk<HSP> walk = walk_down<HSP>(Y, lane);
+#pragma unroll
+    for (int k = 0; k < PART8 / 2; k++) {
+        uint32_t a[MT][4];
+        if (MASKED && PART8 > 2 && k * 16 + 15 < first) continue;
+#pragma unroll
+        for (int m = 0; m < MT; m++) pack_a(a[m], X[m], k);
+#pragma unroll
+        for (int n = 0; n < SLICE8 / 2; n++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, walk.at(part + k * 16, slice * (SLICE8 / 2) + n));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(sums[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(sums[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* One tile of queries for one warp, which owns MT x 16 keys from its key `mine` on; `query` is the tile's first. MASKED: some pair of key and
+ * query does not count. */
+template <int HSP, bool MASKED, bool DQ>
+__device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K, SharedAddress V, SharedAddress Q, SharedAddress dO,
+                                          SharedAddress stats, SharedAddress dS_tile, Lane lane, int mine, int query, int T, int slice,
+                                          float scale_log2)
+{
+    typedef KeysShape<HSP> Shape;
+    const int MT = Shape::MT, BM = Shape::BM, PART = Shape::PART;
+#pragma unroll 1
+    for (int part = 0; part < BM; part += PART) {
+        float P[MT][PART / 8][4], dS[MT][PART / 8][4];
+        set_zero(P);
+        set_zero(dS);
+        int first = mine - query - part; /* queries of the part before this see no key of the warp */
+        if (!MASKED || first < PART) {
+const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
+#pragma unroll
+            for (int k = 0; k < HSP / 16; k++) {
+                uint32_t a[MT][4];
+#pragma unroll
+                for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_K.at(m * 16, k));
+#pragma unroll
+                for (int n = 0; n < PART / 16; n++) {
+                    uint32_t b[4];
+                    if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
+                    ldmatrix_x4(b, walk_Q.at(part + n * 16, k));
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        mma_bf16(P[m][2 * n], a[m], b[0], b[1]);
+                        mma_bf16(P[m][2 * n + 1], a[m], b[2], b[3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < PART / 8; n++) {
+                float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        P[m][n][e] = exp2_fast(fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x));
+                        if (MASKED) {
+                            int row = n * 8 + 2 * lane.q + e % 2;
+                            if (row < first + m * 16 + lane.g + e / 2 * 8 || query + part + row >= T) P[m][n][e] = 0;
+                        }
+                    }
+            }
+            add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, slice);
+            const Walk<HSP> walk_V = walk_down<HSP>(V, lane), walk_dO = walk_right<HSP>(dO, lane);
+#pragma unroll
+            for (int k = 0; k < HSP / 16; k++) {
+                uint32_t a[MT][4];
+#pragma unroll
+                for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_V.at(m * 16, k));
+#pragma unroll
+                for (int n = 0; n < PART / 16; n++) {
+                    uint32_t b[4];
+                    if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
+                    ldmatrix_x4(b, walk_dO.at(part + n * 16, k));
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        mma_bf16(dS[m][2 * n], a[m], b[0], b[1]);
+                        mma_bf16(dS[m][2 * n + 1], a[m], b[2], b[3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < PART / 8; n++) {
+                float2 D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - (e % 2 ? D.y : D.x));
+                        if (MASKED) {
+                            int row = n * 8 + 2 * lane.q + e % 2;
+                            if (row < first + m * 16 + lane.g + e / 2 * 8 || query + part + row >= T) dS[m][n][e] = 0;
+                        }
+                    }
+            }
+            add_product<HSP, MASKED>(state.dK, dS, Q, lane, part, first, slice);
+        }
+        if constexpr (DQ) {
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < PART / 8; n++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        store_32(dS_tile + (tile_offset<BM>((lane.warp * MT + m) * 16 + half * 8 + lane.g, part / 8 + n) + 4 * lane.q),
+                                 pack_bf16(dS[m][n][2 * half], dS[m][n][2 * half + 1]));
+        }
+    }
+}
+
+template <int HSP, bool DQ>
+__global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCKS) flash_mma_keys_kernel(Backward call)
+{
+    typedef KeysShape<HSP> Shape;
+    const int MT = Shape::MT, BM = Shape::BM, ROWS = Shape::ROWS, THREADS = Shape::THREADS, STAGE = Shape::STAGE;
+    const Sizes &sizes = call.sizes;
+    const Place place = place_of(blockIdx.x / Shape::SLICES, sizes);
+    const Lane lane = lane_here();
+    const int slice = Shape::SLICES == 1 ? 0 : (int)(blockIdx.x % Shape::SLICES);
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2); /* the first and the last query of a tile that are not finite */
+    const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, DQ ? Shape::BYTES_DQ : Shape::BYTES));
+    const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS, dS = K + Shape::DS;
+    const int key = place.tile * ROWS, mine = key + lane.warp * MT * 16;
+    const SharedAddress my_K = K + lane.warp * MT * 16 * HSP * 2, my_V = my_K + ROWS * HSP * 2;
+    const Matrix queries = matrix_of(call.Q, place, sizes), grads = matrix_of(call.dO, place, sizes);
+    KeysState<HSP> state;
+    set_zero(state.dK);
+    set_zero(state.dV);
+
+    int tile = key / BM, stage = 0;
+    const int tiles = (sizes.T + BM - 1) / BM;
+    load_tile<HSP, ROWS, THREADS>(K, matrix_of(call.K, place, sizes), key);
+    load_tile<HSP, ROWS, THREADS>(V, matrix_of(call.V, place, sizes), key);
+    load_tile<HSP, BM, THREADS>(Q, queries, tile * BM);
+    load_tile<HSP, BM, THREADS>(dO, grads, tile * BM);
+    load_stats<BM>(stats, call, place, tile * BM);
+    copies_commit();
+    if (threadIdx.x == 0) {
+        bad[0] = INT_MAX;
+        bad[1] = -1;
+    }
+
+    for (; tile < tiles; tile++, stage ^= 1) {
+        const bool masked = tile * BM < key + ROWS - 1 || (tile + 1) * BM > sizes.T;
+        int found = 0;
+        copies_wait<0>();
+        if (masked)
+            found = __syncthreads_or((int)scan_tile<HSP, BM, THREADS>(Q + stage * STAGE) | (int)scan_tile<HSP, BM, THREADS>(dO + stage * STAGE));
+        else __syncthreads();
+        if (found) {
+            purge_tile<HSP, BM, THREADS>(Q + stage * STAGE, bad, bad + 1);
+            purge_tile<HSP, BM, THREADS>(dO + stage * STAGE, bad, bad + 1);
+            __syncthreads();
+        }
+        if (tile + 1 < tiles) {
+            load_tile<HSP, BM, THREADS>(Q + (stage ^ 1) * STAGE, queries, (tile + 1) * BM);
+            load_tile<HSP, BM, THREADS>(dO + (stage ^ 1) * STAGE, grads, (tile + 1) * BM);
+            load_stats<BM>(stats + (stage ^ 1) * BM * 8, call, place, (tile + 1) * BM);
+            copies_commit();
+        }
+        if (masked)
+            keys_tile<HSP, true, DQ>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, dS, lane, mine, tile * BM, sizes.T,
+                                     slice, sizes.scale_log2);
+        else
+            keys_tile<HSP, false, DQ>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, dS, lane, mine, tile * BM, sizes.T,
+                                      slice, sizes.scale_log2);
+        if (found) { /* what was not finite reaches the keys that its query sees, and no others */
+            int last = tile * BM + bad[1];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < Shape::SLICE / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (mine + m * 16 + lane.g + e / 2 * 8 <= last) state.dK[m][n][e] = state.dV[m][n][e] = NAN;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                bad[0] = INT_MAX;
+                bad[1] = -1;
+            }
+        }
+    }
+
+    const Place again = place_of(block_again() / Shape::SLICES, sizes);
+    float factor[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++) factor[m][0] = factor[m][1] = sizes.scale;
+    store_rows<HSP>(matrix_of(call.dK, again, sizes), my_K, state.dK, factor, lane, mine, slice * Shape::SLICE);
+#pragma unroll
+    for (int m = 0; m < MT; m++) factor[m][0] = factor[m][1] = 1;
+    store_rows<HSP>(matrix_of(call.dV, again, sizes), my_V, state.dV, factor, lane, mine, slice * Shape::SLICE);
+}
+
+/* --- launchers ---------------------------------------------------------------------------------------------------------------------- */
+
+#define CACHE_BYTES ((int64_t)16 << 20) /* of the second-level cache for a section's keys and values */
+
+static int64_t tiles_of(int64_t T, int64_t rows) { return (T + rows - 1) / rows; }
+
+/* Can every row be moved by 16 bytes at once? */
+static int vectors_fit(const void *data, int64_t batch_stride, int64_t row_stride, int64_t head_stride)
+{
+    return (uintptr_t)data % 16 == 0 && (batch_stride | row_stride | head_stride) % 8 == 0;
+}
+
+static Source source_of(AttentionInput view) { return {view, vectors_fit(view.data, view.batch_stride, view.row_stride, view.head_stride)}; }
+static Target target_of(AttentionOutput view) { return {view, vectors_fit(view.data, view.batch_stride, view.row_stride, view.head_stride)}; }
+
+static int64_t padded_length(int64_t T) { return (T + 3) / 4 * 4; }
+
+static Sizes sizes_of(const AttentionShape *shape, int rows)
+{
+    int64_t heads = shape->B * shape->NH, section = CACHE_BYTES / (4 * shape->T * shape->HS);
+    section = section < 1 ? 1 : section < heads ? section : heads;
+    /* Masked logits are -inf and must stay so when they are scaled: by next to nothing where that should be 0. */
+    float scale_log2 = shape->scale == 0 ? FLT_MIN : (float)((double)shape->scale * LOG2_E);
+    return {(uint32_t)heads, (uint32_t)shape->NH, (int)shape->T, (int)padded_length(shape->T), (int)shape->HS,
+            (uint32_t)tiles_of(shape->T, rows), (uint32_t)section, shape->scale, scale_log2};
+}
+
+template <int HSP>
+static cudaError_t launch_forward(Forward call, const AttentionShape *shape, cudaStream_t stream)
+{
+    typedef ForwardShape<HSP> Shape;
+    static_assert(Shape::BYTES <= 99 << 10, "the shared memory of sm_86");
+    call.sizes = sizes_of(shape, Shape::ROWS);
+    return kernel_launch(flash_mma_forward_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Shape::THREADS), Shape::BYTES, stream,
+                         call);
+}
+
+template <int HSP>
+static cudaError_t launch_backward(Backward call, const AttentionShape *shape, cudaStream_t stream)
+{
+    typedef QueriesShape<HSP> Queries;
+    typedef KeysShape<HSP> Keys;
+    static_assert(Queries::BYTES <= 99 << 10 && Keys::BYTES <= 99 << 10, "the shared memory of sm_86");
+    call.sizes = sizes_of(shape, Queries::ROWS);
+    cudaError_t error = kernel_launch(flash_mma_queries_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Queries::THREADS),
+                                      Queries::BYTES, stream, call);
+    if (error != cudaSuccess) return error;
+    call.sizes = sizes_of(shape, Keys::ROWS);
+    return kernel_launch(flash_mma_keys_kernel<HSP, false>, dim3(call.sizes.heads * call.sizes.tiles * Keys::SLICES), dim3(Keys::THREADS),
+                         Keys::BYTES, stream, call);
+}
+
+/* launch<HSP>(call, shape, stream) for the smallest padded head dimension that holds the shape's own. */
+#define LAUNCH(launch)                                                         \
+    (shape->HS <= 32   ? launch<32>(call, shape, (cudaStream_t)stream)         \
+     : shape->HS <= 64  ? launch<64>(call, shape, (cudaStream_t)stream)        \
+     : shape->HS <= 96  ? launch<96>(call, shape, (cudaStream_t)stream)        \
+     : shape->HS <= 128 ? launch<128>(call, shape, (cudaStream_t)stream)       \
+                        : launch<256>(call, shape, (cudaStream_t)stream))
+
+/* --- the table entry ------------------------------------------------------------------------------------------------------------------ */
+
+static const char *flash_mma_refuse(const AttentionShape *shape, int sm)
+{
+    if (sm < 80) return "needs sm_80 or later";
+    if (shape->dtype != DTYPE_BF16) return "takes bf16 only";
+    if (shape->HS < 8 || shape->HS > MAX_HS || shape->HS % 8) return "needs a head dimension that is a multiple of 8, from 8 to 256";
+    if (shape->T > 1 << 30) return "needs T of at most 2^30";
+    if (shape->B * shape->NH > 0 && 4 * tiles_of(shape->T, 64) > INT_MAX / (shape->B * shape->NH))
+        return "needs B*NH*T/16 below 2^31, the blocks of a grid";
+    return NULL;
+}
+
+static int64_t stats_count(const AttentionShape *shape) { return shape->B * shape->NH * padded_length(shape->T); }
+
+static size_t flash_mma_saved_bytes(const AttentionShape *shape) { return (size_t)stats_count(shape) * sizeof(float); }
+static size_t flash_mma_scratch_bytes(const AttentionShape *shape) { return (size_t)stats_count(shape) * sizeof(float); }
+
+static const char *flash_mma_forward(AttentionOutput O, float *LSE, void *saved, void *scratch, AttentionInput Q, AttentionInput K,
+                                     AttentionInput V, const AttentionShape *shape, void *stream)
+{
+    (void)scratch;
+    if (stats_count(shape) == 0) return NULL;
+    Forward call;
+    call.Q = source_of(Q);
+    call.K = source_of(K);
+    call.V = source_of(V);
+    call.O = target_of(O);
+    call.LSE = LSE;
+    call.saved = (float *)saved;
+    cudaError_t error = LAUNCH(launch_forward);
+    return error == cudaSuccess ? NULL : cudaGetErrorString(error);
+}
+
+static const char *flash_mma_backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *scratch, AttentionInput dO,
+                                      AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O, const float *LSE,
+                                      const void *saved, const AttentionShape *shape, void *stream)
+{
+    (void)LSE;
+    if (stats_count(shape) == 0) return NULL;
+    Backward call;
+    call.Q = source_of(Q);
+    call.K = source_of(K);
+    call.V = source_of(V);
+    call.dO = source_of(dO);
+    call.O = source_of(O);
+    call.dQ = target_of(dQ);
+    call.dK = target_of(dK);
+    call.dV = target_of(dV);
+    call.saved = (const float *)saved;
+    call.D = (float *)scratch;
+    call.sums = NULL;
+    cudaError_t error = LAUNCH(launch_backward);
+    return error == cudaSuccess ? NULL : cudaGetErrorString(error);
+}
+
+extern "C" const AttentionKernel attention_flash_mma = {
+    ATTENTION_ABI,
+    ATTENTION_CUDA,
+    "flash_mma",
+    "tensor cores by mma.sync, bf16, sm_80 and later",
+    flash_mma_refuse,
+    flash_mma_saved_bytes,
+    flash_mma_scratch_bytes,
+    flash_mma_forward,
+    flash_mma_backward,
+};
