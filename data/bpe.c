@@ -53,6 +53,26 @@ static PairSlot *pair_slot(const Bpe *bpe, int32_t left, int32_t right)
 
 static uint32_t pair_rank(const Bpe *bpe, int32_t left, int32_t right) { return pair_slot(bpe, left, right)->rank; }
 
+/* Fills the table of pairs of bytes. Returns 0, or -1 where memory is short. */
+static int fill_bytes(Bpe *bpe, const BpeMerge *merges, size_t count)
+{
+    int32_t largest = 0;
+    for (int b = 0; b < 256; b++)
+        if (bpe->of_byte[b] > largest) largest = bpe->of_byte[b];
+    int16_t *byte_of = malloc(((size_t)largest + 1) * sizeof *byte_of); /* -1: of no byte */
+    if (!byte_of) return -1;
+    memset(byte_of, -1, ((size_t)largest + 1) * sizeof *byte_of);
+    for (int b = 0; b < 256; b++) byte_of[bpe->of_byte[b]] = (int16_t)b;
+    memset(bpe->bytes, -1, (size_t)256 * 256 * sizeof *bpe->bytes); /* NO_RANK */
+    for (size_t i = count; i-- > 0;) { /* of two with one pair the first stays */
+        int left = merges[i].left <= largest ? byte_of[merges[i].left] : -1;
+        int right = merges[i].right <= largest ? byte_of[merges[i].right] : -1;
+        if (left >= 0 && right >= 0) bpe->bytes[256 * left + right] = (uint32_t)i;
+    }
+    free(byte_of);
+    return 0;
+}
+
 Bpe *bpe_create(const int32_t of_byte[256], const BpeMerge *merges, size_t count)
 {
     Bpe *bpe = calloc(1, sizeof *bpe);
@@ -77,9 +97,10 @@ Bpe *bpe_create(const int32_t of_byte[256], const BpeMerge *merges, size_t count
         if (slot->rank == NO_RANK) *slot = (PairSlot){merges[i].left, merges[i].right, (uint32_t)i};
         bpe->results[i] = merges[i].result;
     }
-    memset(bpe->bytes, 0xFF, (size_t)256 * 256 * sizeof *bpe->bytes); /* NO_RANK */
-    for (int a = 0; a < 256 && count; a++)
-        for (int b = 0; b < 256; b++) bpe->bytes[256 * a + b] = pair_rank(bpe, of_byte[a], of_byte[b]);
+    if (fill_bytes(bpe, merges, count)) {
+        bpe_free(bpe);
+        return NULL;
+    }
     return bpe;
 }
 

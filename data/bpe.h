@@ -28,8 +28,8 @@ typedef struct BpeMerge {
 
 typedef struct Bpe Bpe;
 
-/* of_byte: the token of each byte, all of them there. merges (count): in the order of their ranks; the first of two with one
- * pair counts. Both are copied. NULL where memory is short. */
+/* of_byte: the token of each byte, all of them from 0 on. merges (count): in the order of their ranks; the first of two with
+ * one pair counts. Both are copied. NULL where memory is short. */
 Bpe *bpe_create(const int32_t of_byte[256], const BpeMerge *merges, size_t count);
 void bpe_free(Bpe *bpe);
 

@@ -1,4 +1,4 @@
-/* fuzz_readers.c - damaged files for every reader: shards, safetensors, JSON, tokenizer.
+/* fuzz_readers.c - damaged files for every reader: shards, safetensors, JSON, tokenizers, models of llm.c.
  *
  *     fuzz_readers [SECONDS [SEED [FILE]]]       default: 2 seconds, seed 1, a file in memory
  *
@@ -18,11 +18,15 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "data/files.h"
 #include "data/json.h"
+#include "data/llmc.h"
 #include "data/random.h"
 #include "data/safetensors.h"
 #include "data/shards.h"
 #include "data/tokenizer.h"
+#include "data/vocabulary.h"
+#include "layers/cpu.h"
 
 enum { LARGEST = 1 << 14, SEEDS = 24 };
 
@@ -46,6 +50,9 @@ typedef struct Target {
 struct Fuzzer {
     uint64_t random;
     char path[256]; /* the file that readers open */
+    char dir[64];   /* a directory in which it is called tokenizer.json */
+    Gpt *gpt;       /* of the shape in the sound files of llm.c */
+    Stream *stream;
     int file;       /* the same, open for writing */
     volatile unsigned sink; /* what was read, so that reading is not left out */
 };
@@ -116,11 +123,10 @@ static int read_shards(Fuzzer *fuzzer, const Sample *sample)
     return 1;
 }
 
-static int read_tokenizer(Fuzzer *fuzzer, const Sample *sample)
+/* Decodes all tokens, encodes the sample; closes the tokenizer. */
+static void use_tokenizer(Fuzzer *fuzzer, Tokenizer *tokenizer, const Sample *sample)
 {
     Error error = {""};
-    Tokenizer *tokenizer = tokenizer_open(fuzzer->path, &error);
-    if (!tokenizer) return refused(&error, "tokenizer");
     int64_t vocab = tokenizer_vocab(tokenizer);
     for (int64_t t = -1; t <= vocab; t++) {
         size_t length;
@@ -144,6 +150,35 @@ static int read_tokenizer(Fuzzer *fuzzer, const Sample *sample)
         if (count <= 64 && at != sample->size) fault("tokenizer: %zu bytes decode to %zu", sample->size, at);
     }
     tokenizer_close(tokenizer);
+}
+
+static int read_tokenizer(Fuzzer *fuzzer, const Sample *sample)
+{
+    Error error = {""};
+    Tokenizer *tokenizer = tokenizer_open(fuzzer->path, &error);
+    if (!tokenizer) return refused(&error, "tokenizer");
+    use_tokenizer(fuzzer, tokenizer, sample);
+    return 1;
+}
+
+/* A tokenizer.json of a kind that is not read has no sentence, and is none. */
+static int read_vocabulary(Fuzzer *fuzzer, const Sample *sample)
+{
+    Error error = {"unset"};
+    Tokenizer *tokenizer = vocabulary_open(fuzzer->dir, &error);
+    if (!tokenizer) return error.text[0] ? refused(&error, "vocabulary") : 0;
+    use_tokenizer(fuzzer, tokenizer, sample);
+    return 1;
+}
+
+static int read_llmc(Fuzzer *fuzzer, const Sample *sample)
+{
+    (void)sample;
+    Error error = {""};
+    GptConfig config;
+    if (llmc_inspect(fuzzer->path, &config, &error)) return refused(&error, "llmc");
+    if (llmc_load(fuzzer->path, fuzzer->gpt, &error)) return refused(&error, "llmc_load");
+    if (gpt_find_nonfinite(fuzzer->gpt, GPT_PARAMETERS)) fault("llmc: a value that is not finite was loaded");
     return 1;
 }
 
@@ -272,6 +307,45 @@ static void make_tokenizer(Target *target, Fuzzer *fuzzer)
     }
     memcpy(data + at, merges, sizeof merges);
     new_seed(target, data, at + sizeof merges);
+}
+
+static void make_vocabulary(Target *target, Fuzzer *fuzzer)
+{
+    static const char *const texts[] = {
+        "{\"added_tokens\": [{\"id\": 3, \"content\": \"</s>\", \"special\": false}], "
+        "\"decoder\": {\"type\": \"ByteLevel\"}, \"model\": {\"type\": \"BPE\", "
+        "\"vocab\": {\"a\": 0, \"\\u0120b\": 1, \"\\u4e2d\": 2}}}",
+        "{\"pre_tokenizer\": {\"type\": \"Sequence\", \"pretokenizers\": [{\"type\": \"Split\"}, "
+        "{\"type\": \"ByteLevel\"}]}, \"model\": {\"vocab\": {\"a\": 0, \"b\": 1, \"ab\": 2, \"<eos>\": 9}, "
+        "\"merges\": [\"a b\"]}}",
+    };
+    (void)fuzzer;
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) new_seed(target, texts[i], strlen(texts[i]));
+    /* All bytes, as the alphabet writes them, and merges of both forms. */
+    static char text[LARGEST];
+    size_t at = (size_t)sprintf(text, "{\"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}, "
+                                "\"model\": {\"type\": \"BPE\", \"vocab\": {\"<|endoftext|>\": 256, \"ab\": 257, "
+                                "\"abc\": 258");
+    int next = 256;
+    for (int b = 0; b < 256; b++) {
+        int visible = (b >= '!' && b <= '~') || (b >= 0xA1 && b <= 0xAC) || b >= 0xAE;
+        at += (size_t)sprintf(text + at, ", \"\\u%04x\": %d", (unsigned)(visible ? b : next++), b);
+    }
+    at += (size_t)sprintf(text + at, "}, \"merges\": [\"a b\", [\"ab\", \"c\"]]}}");
+    new_seed(target, text, at);
+}
+
+static void make_llmc(Target *target, Fuzzer *fuzzer)
+{
+    const GptConfig *c = gpt_config(fuzzer->gpt);
+    for (int version = 3; version <= 5; version += 2) {
+        uint8_t data[4096] = {0};
+        int32_t header[8] = {20240326, version, (int32_t)c->context, (int32_t)c->vocab, (int32_t)c->layers,
+                             (int32_t)c->heads, (int32_t)c->channels, (int32_t)c->vocab + 1};
+        size_t elements = (size_t)((c->vocab + 1 + c->context + 2 + c->layers * (12 * c->channels + 13)) * c->channels);
+        memcpy(data, header, sizeof header);
+        new_seed(target, data, 1024 + elements * (version == 3 ? 4 : 2));
+    }
 }
 
 static void make_json(Target *target, Fuzzer *fuzzer)
@@ -411,11 +485,38 @@ static void run_round(Target *target, Fuzzer *fuzzer)
     memcpy(target->seeds[place].bytes, sample.bytes, sample.size);
 }
 
+/* Makes the directory and the model that readers need. Returns 0 or -1. */
+static int fuzzer_open(Fuzzer *fuzzer)
+{
+    const GptConfig config = {.layers = 1, .heads = 1, .channels = 2, .context = 2, .vocab = 3};
+    GptOptions options = {.batch = 1, .sequence = 1};
+    AttentionShape shape = {.B = 1, .T = 1, .NH = 1, .HS = 2};
+    BackendOptions choice = {0};
+    char link[128], error[256] = "";
+    snprintf(fuzzer->dir, sizeof fuzzer->dir, "/tmp/flashgpt_fuzz_XXXXXX");
+    if (!mkdtemp(fuzzer->dir)) return -1;
+    snprintf(link, sizeof link, "%s/tokenizer.json", fuzzer->dir);
+    const AttentionKernel *kernel = attention_choose("reference", ATTENTION_CPU, &shape, 0, error, sizeof error);
+    fuzzer->stream = backend_cpu_fp32.open(0, &choice, error, sizeof error);
+    if (symlink(fuzzer->path, link) || !fuzzer->stream || !kernel) return -1;
+    fuzzer->gpt = gpt_create(&config, &options, &backend_cpu_fp32, fuzzer->stream, kernel, error, sizeof error);
+    return fuzzer->gpt ? 0 : -1;
+}
+
+static void fuzzer_close(Fuzzer *fuzzer)
+{
+    gpt_free(fuzzer->gpt);
+    backend_cpu_fp32.close(fuzzer->stream);
+    files_remove(fuzzer->dir, NULL);
+}
+
 int main(int argc, char **argv)
 {
     static Target targets[] = {
         {.name = "shards", .read = read_shards, .make = make_shards},
         {.name = "tokenizer", .read = read_tokenizer, .make = make_tokenizer},
+        {.name = "tokenizer.json", .read = read_vocabulary, .make = make_vocabulary},
+        {.name = "llm.c's model", .read = read_llmc, .make = make_llmc},
         {.name = "json", .read = read_json, .make = make_json},
         {.name = "safetensors", .read = read_safetensors, .make = make_safetensors},
     };
@@ -423,13 +524,16 @@ int main(int argc, char **argv)
     Fuzzer fuzzer = {.random = argc > 2 ? strtoull(argv[2], NULL, 10) : 1, .file = -1};
     double seconds = argc > 1 ? strtod(argv[1], NULL) : 2;
     if (argc > 3) {
-        snprintf(fuzzer.path, sizeof fuzzer.path, "%s", argv[3]);
-        fuzzer.file = open(fuzzer.path, O_RDWR | O_CREAT, 0666);
+        fuzzer.file = open(argv[3], O_RDWR | O_CREAT, 0666);
+        char *path = realpath(argv[3], NULL); /* a link to it must hold in another directory */
+        snprintf(fuzzer.path, sizeof fuzzer.path, "%s", path ? path : argv[3]);
+        free(path);
     } else {
         fuzzer.file = memfd_create("fuzz", 0);
         snprintf(fuzzer.path, sizeof fuzzer.path, "/proc/self/fd/%d", fuzzer.file);
     }
     if (fuzzer.file < 0) return perror(fuzzer.path), 1;
+    if (fuzzer_open(&fuzzer)) return perror("/tmp"), 1;
 
     for (int t = 0; t < TARGETS; t++) {
         targets[t].make(&targets[t], &fuzzer);
@@ -449,6 +553,7 @@ int main(int argc, char **argv)
         printf("ok   fuzz %s: %ld damaged files, %ld of them accepted\n", targets[t].name, targets[t].rounds,
                targets[t].accepted);
     printf("%d passed, 0 failed\n", (int)TARGETS);
+    fuzzer_close(&fuzzer);
     close(fuzzer.file);
     return 0;
 }

@@ -22,7 +22,7 @@ from check import check, end, skip, test  # noqa: E402
 
 SHARED = os.path.join(ROOT, "..", "shared", "data")
 GPT2 = os.path.join(SHARED, "gpt2")
-SOURCES = ("tokenizer", "bpe", "unicode", "unicode_classes", "error")
+SOURCES = ("tokenizer", "bpe", "unicode", "unicode_classes", "files", "error")
 SURROGATES = range(0xD800, 0xE000)
 CHARACTERS = [code for code in range(0x110000) if code not in SURROGATES]
 MIXED_BYTES = 50_000_000

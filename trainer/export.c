@@ -23,8 +23,9 @@ _Static_assert((int)FORMATS == (int)MODEL_FORMATS, "every format has a name");
 
 static void print_help(void)
 {
-    printf("usage: train_gpt export --to FORMAT FROM OUT\n\nWrites the weights of FROM (a checkpoint, a run's directory: its "
-           "newest checkpoint, a GPT-2 of Hugging Face,\nor a file of llm.c) to OUT, which must not exist. FORMAT is one of\n");
+    printf("usage: train_gpt export --to FORMAT FROM OUT\n\nWrites the weights of FROM (a checkpoint, a run's directory: "
+           "its newest checkpoint, a GPT-2 of Hugging\nFace, or a file of llm.c) to OUT, which must not exist. FORMAT is one "
+           "of\n");
     for (int i = 0; i < FORMATS; i++) printf("  %-10s %s\n", formats[i].name, formats[i].help);
 }
 
