@@ -128,10 +128,14 @@ def test_classes(folder, library):
         for number, pattern in ((1, r"\p{L}"), (2, r"\p{N}"), (3, r"\s")):
             encoding = tiktoken.Encoding(name=pattern, pat_str=pattern, special_tokens={},
                                          mergeable_ranks={bytes([byte]): byte for byte in range(256)})
-            theirs = bytes(encoding.encode_ordinary("".join(map(chr, CHARACTERS)))).decode()
-            ours = [code for code in CHARACTERS if classes[code] == number]
-            check([*map(ord, theirs)] == ours, pattern, len(theirs), "of theirs,", len(ours), "of ours; differ:",
-                  sorted({*map(ord, theirs)} ^ {*ours})[:5])
+            theirs = {*map(ord, bytes(encoding.encode_ordinary("".join(map(chr, CHARACTERS)))).decode())}
+            ours = {code for code in CHARACTERS if classes[code] == number}
+            check(ours <= theirs, pattern, "differ:", [hex(code) for code in sorted(ours - theirs)[:5]])
+            later = theirs - ours
+            if later:  # a tiktoken with newer tables: only what was no character yet may differ, and is left out below
+                print(f"     {pattern}: tiktoken's tables are newer than {unicode.VERSION}, {len(later)} characters more")
+                check(all(unicodedata.category(chr(code)) == "Cn" for code in later), pattern, sorted(later)[:5])
+                CHARACTERS[:] = [code for code in CHARACTERS if code not in later]
     return classes
 
 
