@@ -323,7 +323,7 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length
     *count = 0;
     if (tokenizer->bpe) return encode_merged(tokenizer, text, length, out, capacity, count, error);
     if (tokenizer->longer < 0) return encode_bytes(tokenizer, text, length, out, capacity, count, error);
-    return error_set(error, "%s: token %lld is not a single byte, and the file lacks the merges that encoding text needs; "
-                     "data/prepare.py writes them for GPT-2's tokenizer and others that cut text as it does",
-                     tokenizer->path, (long long)tokenizer->longer);
+    return error_set(error, "%s: token %lld is not a single byte: the file lacks the merges that encoding text needs "
+                     "(data/prepare.py writes them), or its text is cut in another way than GPT-2's", tokenizer->path,
+                     (long long)tokenizer->longer);
 }

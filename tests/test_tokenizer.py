@@ -22,7 +22,7 @@ from check import check, end, skip, test  # noqa: E402
 
 SHARED = os.path.join(ROOT, "..", "shared", "data")
 GPT2 = os.path.join(SHARED, "gpt2")
-SOURCES = ("tokenizer", "bpe", "unicode", "unicode_classes", "files", "error")
+SOURCES = ("tokenizer", "bpe", "unicode", "unicode_classes", "vocabulary", "json", "files", "error")
 SURROGATES = range(0xD800, 0xE000)
 CHARACTERS = [code for code in range(0x110000) if code not in SURROGATES]
 MIXED_BYTES = 50_000_000
@@ -50,11 +50,12 @@ class Library:
         path = os.path.join(folder, "libtokenizer.so")
         sources = [os.path.join(ROOT, "data", name + ".c") for name in SOURCES]
         subprocess.run([*os.environ.get("CC", "cc").split(), "-std=gnu11", "-O3", "-D_GNU_SOURCE", "-shared", "-fPIC",
-                        "-I", ROOT, *sources, "-o", path], check=True)
+                        "-I", ROOT, *sources, "-o", path, "-lm"], check=True)
         self.c = ctypes.CDLL(path)
         size, text, place = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_void_p
         for name, result, arguments in (
-                ("tokenizer_open", place, [text, text]), ("tokenizer_close", None, [place]),
+                ("tokenizer_open", place, [text, text]), ("vocabulary_open", place, [text, text]),
+                ("tokenizer_vocab", ctypes.c_int64, [place]), ("tokenizer_end_of_text", ctypes.c_int32, [place]),
                 ("tokenizer_encode", ctypes.c_int, [place, text, size, place, size, ctypes.POINTER(size), text]),
                 ("tokenizer_decode", place, [place, ctypes.c_int32, ctypes.POINTER(size)]),
                 ("bpe_piece", size, [text, size]), ("unicode_class", ctypes.c_int, [ctypes.c_uint32])):
@@ -72,11 +73,12 @@ class Library:
 
 
 class Opened:
-    """A tokenizer.bin, opened by the library."""
+    """A tokenizer.bin, or the tokenizer in a directory, opened by the library."""
 
     def __init__(self, library, path):
         self.c, self.error, self.seconds = library.c, ctypes.create_string_buffer(1024), 0.0
-        self.handle = self.c.tokenizer_open(path.encode(), self.error)
+        function = self.c.vocabulary_open if os.path.isdir(path) else self.c.tokenizer_open
+        self.handle = function(path.encode(), self.error)
         if not self.handle:
             raise ValueError(self.error.value.decode())
 
@@ -89,6 +91,11 @@ class Opened:
         if status:
             raise ValueError(self.error.value.decode())
         return array.array("i", memoryview(out).cast("B")[:4 * count.value].tobytes())
+
+    def table(self):
+        """(end-of-text token, bytes of each token)."""
+        count = self.c.tokenizer_vocab(self.handle)
+        return self.c.tokenizer_end_of_text(self.handle), [self.decode([token]) for token in range(count)]
 
     def decode(self, tokens):
         length, parts = ctypes.c_size_t(), []
@@ -225,6 +232,12 @@ def test_gpt2(folder, library, classes):
         mixed[300], mixed[40000] = mixed[40000], mixed[300]
         check(vocabulary.merges_of_ranks(mixed, end_of_text) is None, "numbers that are no ranks pass for them")
         check(opened().encode(b"Hello world").tolist() == [15496, 995], opened().encode(b"Hello world"))
+    with test("gpt2: the same from vocab.bpe and encoder.json in C"):
+        tokenizer, other = opened(), Opened(library, GPT2)
+        check(other.table() == tokenizer.table(), "the tables differ")
+        with open(os.path.join(SHARED, "shakespeare.txt"), "rb") as file:
+            text = file.read()
+        check(other.encode(text) == tokenizer.encode(text), "the tokens differ")
     with test("gpt2: every token, every byte, every pair of bytes"):
         tokenizer = opened()
         for token in range(50256):
@@ -311,7 +324,8 @@ def test_tokenizer_json(folder, library, classes):
                                                  show_progress=False)
         sentences = ["".join(mixed_text(random.Random(seed), classes, 50)) for seed in range(20)]
         built.train_from_iterator(sentences + ["the cat and the hat, the bat's 1234 \u00e9t\u00e9s don't\n" * 40], trainer)
-        path = os.path.join(folder, "tokenizer.json")
+        os.makedirs(os.path.join(folder, "json"))
+        path = os.path.join(folder, "json", "tokenizer.json")
         built.save(path)
         read = vocabulary.open_tokenizer_json(path, vocabulary.read_json(path), None)
         check(read.merges and len(read.merges) == read.vocab - 258, read.vocab, len(read.merges or []))
@@ -323,6 +337,9 @@ def test_tokenizer_json(folder, library, classes):
         compare(opened, read.encode, text, "random text")
         check(opened.decode(opened.encode(text.encode())) == text.encode(), "it does not come back")
         check(opened.decode([0, 1]) == b"<|pad|><|endoftext|>", opened.decode([0, 1]))
+        direct = Opened(library, os.path.dirname(path))
+        check(direct.table() == opened.table(), "C reads another table from the file itself")
+        check(direct.encode(text.encode()) == opened.encode(text.encode()), "C encodes otherwise from the file itself")
     with test("tokenizer.json: one that cuts or merges in another way is decoded, and not encoded"):
         need("tokenizers")
         description = vocabulary.read_json(path)
@@ -337,13 +354,16 @@ def test_tokenizer_json(folder, library, classes):
                            "id": read.vocab, "content": "cat!", "special": False, "single_word": False, "lstrip": False,
                            "rstrip": False, "normalized": False}]}):
             other = vocabulary.open_tokenizer_json(path, json.loads(json.dumps({**description, **change})), None)
-            opened = Opened(library, write_tokenizer(folder, other))
-            check(opened.decode([40, 41]) == read.table[40] + read.table[41], change)
-            try:
-                opened.encode(b"the cat")
-                check(False, "was encoded in spite of", [*change])
-            except ValueError as fault:
-                check("lacks the merges" in str(fault), fault)
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({**description, **change}, file)
+            for source in (write_tokenizer(folder, other), os.path.dirname(path)):
+                opened = Opened(library, source)
+                check(opened.table()[1][:read.vocab] == read.table, [*change], "gives another table")
+                try:
+                    opened.encode(b"the cat")
+                    check(False, "was encoded in spite of", [*change], source)
+                except ValueError as fault:
+                    check("lacks the merges" in str(fault), fault)
 
 
 def main():
