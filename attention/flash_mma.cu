@@ -831,10 +831,10 @@ template <int HSP> struct KeysShape;
 #ifndef KEYS_SHAPES
 #define KEYS_SHAPES(X) /* HSP, m16 tiles a warp, warps, queries a tile, of them at a time, columns of dK and dV a block, blocks an SM */ \
     X(32, 2, 4, 64, 32, 32, 2)                                                                                  \
-    X(64, 1, 4, 64, 32, 64, 3)                                                                                  \
+    X(64, 2, 4, 64, 32, 64, 2)                                                                                  \
     X(96, 1, 4, 64, 64, 96, 2)                                                                                  \
     X(128, 1, 4, 64, 32, 128, 2)                                                                                 \
-    X(256, 1, 4, 16, 16, 64, 2)
+    X(256, 1, 4, 16, 16, 128, 2)
 #endif
 #define KEYS_SHAPE(HSP, MT_, WARPS_, BM_, PART_, SLICE_, BLOCKS_)                                                                \
     template <> struct KeysShape<HSP> {                                                                                  \
@@ -898,6 +898,7 @@ __device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K
 {
     typedef KeysShape<HSP> Shape;
     const int MT = Shape::MT, BM = Shape::BM, PART = Shape::PART;
+    const int STEPS = 2; /* unrolled further, loads come too early and registers spill */
 #pragma unroll 1
     for (int part = 0; part < BM; part += PART) {
         float P[MT][PART / 8][4], dS[MT][PART / 8][4];
@@ -906,7 +907,7 @@ __device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K
         int first = mine - query - part; /* queries of the part before this see no key of the warp */
         if (!MASKED || first < PART) {
 const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
-#pragma unroll
+#pragma unroll(STEPS)
             for (int k = 0; k < HSP / 16; k++) {
                 uint32_t a[MT][4];
 #pragma unroll
@@ -939,7 +940,7 @@ const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, la
             }
             add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, slice);
             const Walk<HSP> walk_V = walk_down<HSP>(V, lane), walk_dO = walk_right<HSP>(dO, lane);
-#pragma unroll
+#pragma unroll(STEPS)
             for (int k = 0; k < HSP / 16; k++) {
                 uint32_t a[MT][4];
 #pragma unroll
