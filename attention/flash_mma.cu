@@ -842,6 +842,7 @@ template <int HSP> struct KeysShape;
         static const int ROWS = 16 * MT_ * WARPS_, SLICE = SLICE_, SLICES = HSP / SLICE_;                                 \
         static const int STAGE = BM_ * HSP * 2, STATS = (2 * ROWS + 4 * BM_) * HSP * 2;                                  \
         static const int BAD = STATS + 4 * BM_ * 4, DS = (BAD + 16 + 1023) / 1024 * 1024;                                \
+        static const int STEPS = 2; /* of a product at a time: unrolled further, loads come too early and registers spill */ \
         static const int BYTES = BAD + 16, BYTES_DQ = DS + ROWS * BM_ * 2;                                               \
     };
 KEYS_SHAPES(KEYS_SHAPE)
@@ -898,7 +899,6 @@ __device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K
 {
     typedef KeysShape<HSP> Shape;
     const int MT = Shape::MT, BM = Shape::BM, PART = Shape::PART;
-    const int STEPS = 2; /* unrolled further, loads come too early and registers spill */
 #pragma unroll 1
     for (int part = 0; part < BM; part += PART) {
         float P[MT][PART / 8][4], dS[MT][PART / 8][4];
@@ -907,7 +907,7 @@ __device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K
         int first = mine - query - part; /* queries of the part before this see no key of the warp */
         if (!MASKED || first < PART) {
 const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
-#pragma unroll(STEPS)
+#pragma unroll(Shape::STEPS)
             for (int k = 0; k < HSP / 16; k++) {
                 uint32_t a[MT][4];
 #pragma unroll
@@ -940,7 +940,7 @@ const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, la
             }
             add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, slice);
             const Walk<HSP> walk_V = walk_down<HSP>(V, lane), walk_dO = walk_right<HSP>(dO, lane);
-#pragma unroll(STEPS)
+#pragma unroll(Shape::STEPS)
             for (int k = 0; k < HSP / 16; k++) {
                 uint32_t a[MT][4];
 #pragma unroll
