@@ -105,18 +105,21 @@ embedding_pieces_kernel(float *dwte, float *partial, const float *dout, const Em
     }
 }
 
-/* to (C) += the sum of `rows` rows of src, a stride of elements apart, for 32 packs of channels from `channel` of lane 0 on. The warps of
- * the block take the rows in strides, SUM_LOADS of them under way, and meet in `room`, SUM_WARPS * 32 * WIDTH floats. */
+/* to (C) += the sum of `rows` rows of src, `stride` elements apart, for 32 packs of channels from `channel` on. The warps of the block take
+ * the rows in strides, SUM_LOADS of them under way, and meet in `room`, SUM_WARPS * 32 * WIDTH floats, where the first adds them up. */
 template <int WIDTH>
-__device__ __forceinline__ void rows_add(float *to, const float *src, int64_t stride, int64_t rows, int64_t channel, int64_t C, Shared<float> room)
+__device__ __forceinline__ void rows_add(float *to, const float *src, int64_t stride, int rows, int64_t channel, int64_t C,
+                                         Shared<float> room)
 {
     typedef Pack<float, WIDTH> Part;
-    const int warps = blockDim.y, thread = threadIdx.y * 32 + threadIdx.x;
+    const int warps = blockDim.y;
     const int64_t mine = channel + threadIdx.x * WIDTH;
-    Part sum;
+    const bool first = threadIdx.y == 0 && mine < C;
+    Part sum, old;
 #pragma unroll
-    for (int j = 0; j < WIDTH; j++) sum.v[j] = 0;
-    for (int64_t r = threadIdx.y; mine < C && r < rows; r += SUM_LOADS * warps) {
+    for (int j = 0; j < WIDTH; j++) sum.v[j] = old.v[j] = 0;
+    if (first) old = *(const Part *)(to + mine);
+    for (int r = threadIdx.y; mine < C && r < rows; r += SUM_LOADS * warps) {
         Part row[SUM_LOADS];
 #pragma unroll
         for (int k = 0; k < SUM_LOADS; k++)
@@ -127,12 +130,15 @@ __device__ __forceinline__ void rows_add(float *to, const float *src, int64_t st
 #pragma unroll
                 for (int j = 0; j < WIDTH; j++) sum.v[j] += row[k].v[j];
     }
-    shared_store(room + thread * WIDTH, sum);
+    shared_store(room + (threadIdx.y * 32 + threadIdx.x) * WIDTH, sum);
     __syncthreads();
-    for (int c = thread; c < 32 * WIDTH && channel + c < C; c += 32 * warps) {
-        float total = to[channel + c];
-        for (int w = 0; w < warps; w++) total += room[w * 32 * WIDTH + c];
-        to[channel + c] = total;
+    if (first) {
+        for (int w = 0; w < warps; w++) {
+            Part share = shared_load<Part>(room + (w * 32 + threadIdx.x) * WIDTH);
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) old.v[j] += share.v[j];
+        }
+        *(Part *)(to + mine) = old;
     }
     __syncthreads();
 }
@@ -148,7 +154,7 @@ embedding_sums_kernel(float *dwte, float *dwpe, const float *partial, const floa
     const int64_t channel = (int64_t)blockIdx.y * 32 * WIDTH;
     if ((int)blockIdx.x >= cut_blocks) {
         const int64_t t = (int)blockIdx.x - cut_blocks;
-        rows_add<WIDTH>(dwpe + t * C, dout + t * C, T * C, B, channel, C, room);
+        rows_add<WIDTH>(dwpe + t * C, dout + t * C, T * C, (int)B, channel, C, room);
         return;
     }
     const int32_t cuts = *plan.cuts;
