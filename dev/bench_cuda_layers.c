@@ -2,12 +2,13 @@
  *
  *     bench_cuda_layers [OUT.csv]          default: dev/results/<gpu>/layers.csv
  *
- * Memory-bound operations are given as GB/s of the bytes that must move (each input read once, each output written once, what is added
- * to read and written; of the embedding's tables the rows that are touched, and its gradient twice: once by token, once by position)
- * and as a share of a large device-to-device copy measured here. Tokens follow Zipf's law, as in text: token k with a probability
- * proportional to 1/(k + 2.7), of all V. Products as TFLOP/s. Every operation is verified by tests/test_cuda_layers,
- * which must pass first; here their buffers hold random data. A call is recorded several times in one CUDA graph, and the median
- * of replays is taken, so that no launch is timed. The tensors of 65536 rows are larger than any L2.
+ * Memory-bound operations are given as GB/s of the bytes that must move (each input read once, each output written once,
+ * what is added to read and written; of the embedding's tables the rows that are touched, and its gradient twice: once by
+ * token, once by position) and as a share of a large device-to-device copy measured here. Tokens follow Zipf's law, as in
+ * text: token k with a probability proportional to 1/(k + 2.7), of all V. Products as TFLOP/s. Every operation is verified
+ * by tests/test_cuda_layers, which must pass first; here their buffers hold random data. A call is recorded several times in
+ * one CUDA graph, and the median of replays is taken, so that no launch is timed. The tensors of 65536 rows are larger than
+ * any L2.
  */
 #include <ctype.h>
 #include <math.h>
@@ -46,35 +47,107 @@ typedef struct Bench {
 typedef void Operation(Bench *b);
 
 static void run_copy(Bench *b) { b->gpu->copy(b->wide2, b->wide, (size_t)(b->N * 4 * C) * b->gpu->element, b->stream); }
-static void run_embedding_forward(Bench *b) { b->gpu->embedding_forward(b->resid, b->tokens, b->weight, b->weight, b->B, T, C, b->stream); }
-static void run_embedding_backward(Bench *b) { b->gpu->embedding_backward(b->grads, b->grads + VP * C, b->scratch, b->resid, b->plan, b->B, T, C, b->stream); }
-static void run_layernorm_forward(Bench *b) { b->gpu->layernorm_forward(b->y, b->stats, b->stats2, b->resid, b->weight, b->weight, b->N, C, b->stream); }
-static void run_residual_layernorm(Bench *b) { b->gpu->residual_layernorm_forward(b->resid2, b->x, b->stats, b->stats2, b->resid, b->y, b->weight, b->weight, b->N, C, b->stream); }
-static void run_layernorm_backward(Bench *b) { b->gpu->layernorm_backward(b->resid2, b->gpu->dtype == DTYPE_FP32 ? (void *)b->resid2 : b->x, b->vector, b->vector2, b->scratch, b->resid2, b->y, b->resid, b->weight, b->stats, b->stats2, b->N, C, b->stream); }
+static void run_embedding_forward(Bench *b)
+{
+    b->gpu->embedding_forward(b->resid, b->tokens, b->weight, b->weight, b->B, T, C, b->stream);
+}
+static void run_embedding_backward(Bench *b)
+{
+    b->gpu->embedding_backward(b->grads, b->grads + VP * C, b->scratch, b->resid, b->plan, b->B, T, C, b->stream);
+}
+static void run_layernorm_forward(Bench *b)
+{
+    b->gpu->layernorm_forward(b->y, b->stats, b->stats2, b->resid, b->weight, b->weight, b->N, C, b->stream);
+}
+static void run_residual_layernorm(Bench *b)
+{
+    b->gpu->residual_layernorm_forward(b->resid2, b->x, b->stats, b->stats2, b->resid, b->y, b->weight, b->weight, b->N, C,
+                                       b->stream);
+}
+static void run_layernorm_backward(Bench *b)
+{
+    b->gpu->layernorm_backward(b->resid2, b->gpu->dtype == DTYPE_FP32 ? (void *)b->resid2 : b->x, b->vector, b->vector2,
+                               b->scratch, b->resid2, b->y, b->resid, b->weight, b->stats, b->stats2, b->N, C, b->stream);
+}
 static void run_gelu_forward(Bench *b) { b->gpu->gelu_forward(b->wide2, b->wide, b->N * 4 * C, b->stream); }
-static void run_loss(Bench *b) { b->gpu->loss_forward_backward(b->stats, b->logits, b->tokens, 1e-4f, b->chunk, V, VP, b->stream); }
+static void run_loss(Bench *b)
+{
+    b->gpu->loss_forward_backward(b->stats, b->logits, b->tokens, 1e-4f, b->chunk, V, VP, b->stream);
+}
 static void run_norm(Bench *b) { b->gpu->global_norm(b->norm, b->scratch, b->grads, PARAMETERS, b->stream); }
-static void run_adamw(Bench *b) { b->gpu->adamw_update(b->gpu->dtype == DTYPE_FP32 ? (void *)b->master : b->wide, b->master, b->m, b->v, b->grads, b->norm, b->step, PARAMETERS, PARAMETERS / 2, b->stream); }
+static void run_adamw(Bench *b)
+{
+    b->gpu->adamw_update(b->gpu->dtype == DTYPE_FP32 ? (void *)b->master : b->wide, b->master, b->m, b->v, b->grads, b->norm,
+                         b->step, PARAMETERS, PARAMETERS / 2, b->stream);
+}
 static void run_zero(Bench *b) { b->gpu->zero(b->grads, (size_t)PARAMETERS * 4, b->stream); }
 
-static void run_qkv_forward(Bench *b) { b->gpu->linear_forward(b->wide, b->x, b->weight, b->weight, b->N, C, 3 * C, b->stream); }
-static void run_qkv_input(Bench *b) { b->gpu->linear_backward_input(b->x, b->wide, b->weight, NULL, b->N, C, 3 * C, b->stream); }
-static void run_qkv_weight(Bench *b) { b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->wide, b->x, b->N, C, 3 * C, b->stream); }
-static void run_qkv_weight_only(Bench *b) { b->gpu->linear_backward_weight(b->grads, NULL, b->scratch, b->wide, b->x, b->N, C, 3 * C, b->stream); }
+static void run_qkv_forward(Bench *b)
+{
+    b->gpu->linear_forward(b->wide, b->x, b->weight, b->weight, b->N, C, 3 * C, b->stream);
+}
+static void run_qkv_input(Bench *b)
+{
+    b->gpu->linear_backward_input(b->x, b->wide, b->weight, NULL, b->N, C, 3 * C, b->stream);
+}
+static void run_qkv_weight(Bench *b)
+{
+    b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->wide, b->x, b->N, C, 3 * C, b->stream);
+}
+static void run_qkv_weight_only(Bench *b)
+{
+    b->gpu->linear_backward_weight(b->grads, NULL, b->scratch, b->wide, b->x, b->N, C, 3 * C, b->stream);
+}
 static void run_proj_forward(Bench *b) { b->gpu->linear_forward(b->y, b->x, b->weight, b->weight, b->N, C, C, b->stream); }
 static void run_proj_input(Bench *b) { b->gpu->linear_backward_input(b->y, b->x, b->weight, NULL, b->N, C, C, b->stream); }
-static void run_proj_weight(Bench *b) { b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->x, b->y, b->N, C, C, b->stream); }
-static void run_fc_forward(Bench *b) { b->gpu->linear_gelu_forward(b->wide, b->wide2, b->x, b->weight, b->weight, b->N, C, 4 * C, b->stream); }
-static void run_fc_forward_plain(Bench *b) { b->gpu->linear_forward(b->wide, b->x, b->weight, b->weight, b->N, C, 4 * C, b->stream); }
-static void run_fc_input(Bench *b) { b->gpu->linear_backward_input(b->x, b->wide, b->weight, NULL, b->N, C, 4 * C, b->stream); }
-static void run_fc_weight(Bench *b) { b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->wide, b->x, b->N, C, 4 * C, b->stream); }
-static void run_fcproj_forward(Bench *b) { b->gpu->linear_forward(b->x, b->wide, b->weight, b->weight, b->N, 4 * C, C, b->stream); }
-static void run_fcproj_input(Bench *b) { b->gpu->linear_backward_input(b->wide, b->x, b->weight, b->wide2, b->N, 4 * C, C, b->stream); }
-static void run_fcproj_input_plain(Bench *b) { b->gpu->linear_backward_input(b->wide, b->x, b->weight, NULL, b->N, 4 * C, C, b->stream); }
-static void run_fcproj_weight(Bench *b) { b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->x, b->wide, b->N, 4 * C, C, b->stream); }
-static void run_head_forward(Bench *b) { b->gpu->linear_forward(b->logits, b->x, b->weight, NULL, b->chunk, C, VP, b->stream); }
-static void run_head_input(Bench *b) { b->gpu->linear_backward_input(b->x, b->logits, b->weight, NULL, b->chunk, C, VP, b->stream); }
-static void run_head_weight(Bench *b) { b->gpu->linear_backward_weight(b->grads, NULL, b->scratch, b->logits, b->x, b->chunk, C, VP, b->stream); }
+static void run_proj_weight(Bench *b)
+{
+    b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->x, b->y, b->N, C, C, b->stream);
+}
+static void run_fc_forward(Bench *b)
+{
+    b->gpu->linear_gelu_forward(b->wide, b->wide2, b->x, b->weight, b->weight, b->N, C, 4 * C, b->stream);
+}
+static void run_fc_forward_plain(Bench *b)
+{
+    b->gpu->linear_forward(b->wide, b->x, b->weight, b->weight, b->N, C, 4 * C, b->stream);
+}
+static void run_fc_input(Bench *b)
+{
+    b->gpu->linear_backward_input(b->x, b->wide, b->weight, NULL, b->N, C, 4 * C, b->stream);
+}
+static void run_fc_weight(Bench *b)
+{
+    b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->wide, b->x, b->N, C, 4 * C, b->stream);
+}
+static void run_fcproj_forward(Bench *b)
+{
+    b->gpu->linear_forward(b->x, b->wide, b->weight, b->weight, b->N, 4 * C, C, b->stream);
+}
+static void run_fcproj_input(Bench *b)
+{
+    b->gpu->linear_backward_input(b->wide, b->x, b->weight, b->wide2, b->N, 4 * C, C, b->stream);
+}
+static void run_fcproj_input_plain(Bench *b)
+{
+    b->gpu->linear_backward_input(b->wide, b->x, b->weight, NULL, b->N, 4 * C, C, b->stream);
+}
+static void run_fcproj_weight(Bench *b)
+{
+    b->gpu->linear_backward_weight(b->grads, b->vector, b->scratch, b->x, b->wide, b->N, 4 * C, C, b->stream);
+}
+static void run_head_forward(Bench *b)
+{
+    b->gpu->linear_forward(b->logits, b->x, b->weight, NULL, b->chunk, C, VP, b->stream);
+}
+static void run_head_input(Bench *b)
+{
+    b->gpu->linear_backward_input(b->x, b->logits, b->weight, NULL, b->chunk, C, VP, b->stream);
+}
+static void run_head_weight(Bench *b)
+{
+    b->gpu->linear_backward_weight(b->grads, NULL, b->scratch, b->logits, b->x, b->chunk, C, VP, b->stream);
+}
 
 static int compare_doubles(const void *a, const void *b)
 {
@@ -107,14 +180,18 @@ static void bench_line(Bench *b, const char *name, Operation *run, double bytes,
 {
     double seconds = time_operation(b, run);
     if (operations > 0) {
-        printf("%-10s N%-6lld %-28s %9.4f ms %9.1f TFLOP/s\n", b->gpu->name, (long long)b->N, name, 1e3 * seconds, 1e-12 * operations / seconds);
-        fprintf(b->csv, "%s,%lld,%s,%.6f,%.3f,TFLOP/s,\n", b->gpu->name, (long long)b->N, name, 1e3 * seconds, 1e-12 * operations / seconds);
+        printf("%-10s N%-6lld %-28s %9.4f ms %9.1f TFLOP/s\n", b->gpu->name, (long long)b->N, name, 1e3 * seconds,
+               1e-12 * operations / seconds);
+        fprintf(b->csv, "%s,%lld,%s,%.6f,%.3f,TFLOP/s,\n", b->gpu->name, (long long)b->N, name, 1e3 * seconds,
+                1e-12 * operations / seconds);
         return;
     }
     double rate = bytes / seconds;
     if (!b->copy_rate) b->copy_rate = rate;
-    printf("%-10s N%-6lld %-28s %9.4f ms %9.1f GB/s    %5.1f%% of a copy\n", b->gpu->name, (long long)b->N, name, 1e3 * seconds, 1e-9 * rate, 100 * rate / b->copy_rate);
-    fprintf(b->csv, "%s,%lld,%s,%.6f,%.3f,GB/s,%.1f\n", b->gpu->name, (long long)b->N, name, 1e3 * seconds, 1e-9 * rate, 100 * rate / b->copy_rate);
+    printf("%-10s N%-6lld %-28s %9.4f ms %9.1f GB/s    %5.1f%% of a copy\n", b->gpu->name, (long long)b->N, name,
+           1e3 * seconds, 1e-9 * rate, 100 * rate / b->copy_rate);
+    fprintf(b->csv, "%s,%lld,%s,%.6f,%.3f,GB/s,%.1f\n", b->gpu->name, (long long)b->N, name, 1e3 * seconds, 1e-9 * rate,
+            100 * rate / b->copy_rate);
 }
 
 static void *random_new(Bench *b, int64_t n, int fp32, double spread)
@@ -195,7 +272,8 @@ static void bench_open(Bench *b)
     b->vector = random_new(b, VP, 1, 1);
     b->vector2 = random_new(b, VP, 1, 1);
     b->norm = random_new(b, 1, 1, 1);
-    size_t scratch = gpu->embedding_scratch(N, C) + gpu->layernorm_scratch(N, C) + gpu->linear_scratch(N, 4 * C, 4 * C) + gpu->norm_scratch(PARAMETERS);
+    size_t scratch = gpu->embedding_scratch(N, C) + gpu->layernorm_scratch(N, C) + gpu->linear_scratch(N, 4 * C, 4 * C) +
+                     gpu->norm_scratch(PARAMETERS);
     b->scratch = gpu->alloc(scratch, b->stream);
     int32_t *tokens = malloc((size_t)N * 4), *plan = malloc((size_t)embedding_plan_size(N) * 4);
     b->distinct = tokens_draw(tokens, N);
@@ -211,17 +289,20 @@ static void bench_open(Bench *b)
 
 static void bench_close(Bench *b)
 {
-    void *all[] = {b->x, b->y, b->resid, b->resid2, b->wide, b->wide2, b->logits, b->weight, b->master, b->m, b->v, b->grads, b->stats, b->stats2,
-                   b->vector, b->vector2, b->norm, b->scratch, b->tokens, b->plan, b->step};
+    void *all[] = {b->x,      b->y,       b->resid, b->resid2,  b->wide,   b->wide2, b->logits,
+                   b->weight, b->master,  b->m,     b->v,       b->grads,  b->stats, b->stats2,
+                   b->vector, b->vector2, b->norm,  b->scratch, b->tokens, b->plan,  b->step};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) b->gpu->free(all[i], b->stream);
 }
 
 static void bench_all(Bench *b)
 {
-    double e = (double)b->gpu->element, row = (double)b->N * C * e, product = 2.0 * (double)b->N * C * C, P = (double)PARAMETERS;
+    double e = (double)b->gpu->element, row = (double)b->N * C * e, product = 2.0 * (double)b->N * C * C,
+           P = (double)PARAMETERS;
     double head = 2.0 * (double)b->chunk * VP * C, logits = (double)b->chunk * VP * e;
-    double full = (double)b->N * C * 4, copy = b->gpu->dtype == DTYPE_FP32 ? 0 : row; /* of the residual stream; its rounded copy */
-    double touched = (double)(b->distinct + T) * C;                                   /* elements of wte and wpe */
+    double full = (double)b->N * C * 4,
+           copy = b->gpu->dtype == DTYPE_FP32 ? 0 : row; /* of the residual stream; its rounded copy */
+    double touched = (double)(b->distinct + T) * C;      /* elements of wte and wpe */
     b->copy_rate = 0;
     bench_line(b, "copy", run_copy, 8 * row, 0);
     bench_line(b, "embedding forward", run_embedding_forward, full + touched * e, 0);
@@ -276,7 +357,8 @@ static FILE *csv_open(const char *path, const Backend *gpu, Stream *stream)
         fprintf(stderr, "bench_cuda_layers: %s cannot be written\n", path);
         exit(1);
     }
-    fprintf(csv, "# %s; GPT-2 124M: C %d, V %d, T %d\nbackend,N,operation,ms,rate,unit,percent_of_copy\n", described, C, V, T);
+    fprintf(csv, "# %s; GPT-2 124M: C %d, V %d, T %d\nbackend,N,operation,ms,rate,unit,percent_of_copy\n", described, C, V,
+            T);
     return csv;
 }
 

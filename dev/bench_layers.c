@@ -238,9 +238,9 @@ static void run_residual_layernorm(const Call *c)
 
 static void run_layernorm_backward(const Call *c)
 {
-    cpu->layernorm_backward(c->bench->z, c->bench->z, c->bench->dvector, c->bench->dvector + c->C, c->bench->scratch, c->bench->z,
-                            c->bench->y, c->bench->x, c->bench->vector, c->bench->stats, c->bench->stats + c->N, c->N, c->C,
-                            c->stream);
+    cpu->layernorm_backward(c->bench->z, c->bench->z, c->bench->dvector, c->bench->dvector + c->C, c->bench->scratch,
+                            c->bench->z, c->bench->y, c->bench->x, c->bench->vector, c->bench->stats, c->bench->stats + c->N,
+                            c->N, c->C, c->stream);
 }
 
 static void run_gelu(const Call *c) { cpu->gelu_forward(c->bench->y, c->bench->x, c->N * c->C, c->stream); }

@@ -1,8 +1,9 @@
 /* adamw.cu - the global norm of the gradient, and AdamW over all parameters in one launch, on the GPU.
  *
- * Both are memory-bound: the norm reads 4 bytes a parameter; the update reads gradient, moments and master weight and writes the last
- * three and the working weight: 28 to 30 bytes. The norm stays on the device, where the update reads it, so that nothing waits for the
- * host in between; learning rate and corrections come from device memory too, so that a recorded step can be replayed.
+ * Both are memory-bound: the norm reads 4 bytes a parameter; the update reads gradient, moments and master weight and writes
+ * the last three and the working weight: 28 to 30 bytes. The norm stays on the device, where the update reads it, so that
+ * nothing waits for the host in between; learning rate and corrections come from device memory too, so that a recorded step
+ * can be replayed.
  */
 #include "layers/cuda.h"
 
@@ -20,7 +21,8 @@ __device__ __forceinline__ double block_sum_double(double x, Shared<double> room
     return room[0];
 }
 
-/* partial (gridDim.x) = sums of squares, in double: no fp32 gradient overflows it. Which thread adds what depends on n alone. */
+/* partial (gridDim.x) = sums of squares, in double: no fp32 gradient overflows it. Which thread adds what depends on n
+ * alone. */
 __global__ void norm_partial_kernel(double *partial, const float *grads, int64_t n)
 {
     SHARED(double, room, THREADS);
@@ -67,7 +69,8 @@ __global__ void adamw_kernel(Real *params, float *master, float *m, float *v, co
     AdamwStep s = *step;
     float total = *norm, scale = s.clip > 0 && total > s.clip ? s.clip / total : 1.0f;
     if (!isfinite(total)) return;
-    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; i < n; i += (int64_t)gridDim.x * blockDim.x * WIDTH) {
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; i < n;
+         i += (int64_t)gridDim.x * blockDim.x * WIDTH) {
         float g[WIDTH], m_[WIDTH], v_[WIDTH], w[WIDTH];
         pack_load<float, WIDTH>(g, grads + i);
         pack_load<float, WIDTH>(m_, m + i);
@@ -94,15 +97,15 @@ void adamw_update_cuda(void *params, float *master, float *m, float *v, const fl
 {
     bool packs = n % 4 == 0 && packs_fit<float>(4, master, m, v, grads) && (uintptr_t)params % (4 * sizeof(Real)) == 0;
     if (packs)
-        LAUNCH(KERNEL(adamw_kernel<Real, 4>), blocks_for(n, 4 * THREADS), THREADS, 0, stream, (Real *)params, master, m, v, grads, norm, step, n,
-               n_decay);
+        LAUNCH(KERNEL(adamw_kernel<Real, 4>), blocks_for(n, 4 * THREADS), THREADS, 0, stream, (Real *)params, master, m, v,
+               grads, norm, step, n, n_decay);
     else
-        LAUNCH(KERNEL(adamw_kernel<Real, 1>), blocks_for(n, THREADS), THREADS, 0, stream, (Real *)params, master, m, v, grads, norm, step, n,
-               n_decay);
+        LAUNCH(KERNEL(adamw_kernel<Real, 1>), blocks_for(n, THREADS), THREADS, 0, stream, (Real *)params, master, m, v,
+               grads, norm, step, n, n_decay);
 }
 
 #define INSTANTIATE(Real)                                                                                                   \
-    template void adamw_update_cuda<Real>(void *, float *, float *, float *, const float *, const float *, const AdamwStep *, int64_t, \
-                                          int64_t, Stream *);
+    template void adamw_update_cuda<Real>(void *, float *, float *, float *, const float *, const float *,                  \
+                                          const AdamwStep *, int64_t, int64_t, Stream *);
 INSTANTIATE(float)
 INSTANTIATE(__nv_bfloat16)

@@ -6,9 +6,9 @@
  *
  * Types: "real" is the backend's dtype (fp32 or bf16) and travels as void *. Statistics, losses and parameter gradients are
  * fp32 always, and so is the residual stream, forward and backward: it is a sum over all layers, whose small terms a bf16
- * total would round away. What is real is what products read and write. All pointers lie in memory from alloc() unless said to be host. Sizes are int64_t and may be 0.
- * Letters: B sequences, T tokens each, N = B*T rows, C channels, OC output channels, V tokens in the vocabulary,
- * Vp = V padded up with rows that exist only in memory.
+ * total would round away. What is real is what products read and write. All pointers lie in memory from alloc() unless said
+ * to be host. Sizes are int64_t and may be 0. Letters: B sequences, T tokens each, N = B*T rows, C channels, OC output
+ * channels, V tokens in the vocabulary, Vp = V padded up with rows that exist only in memory.
  * Arguments come in this order: outputs, saved, inputs, sizes, stream. "=" below overwrites, "+=" accumulates.
  *
  * Operations are queued on the stream and do not fail on valid sizes; a device fault ends the process with file, line and
@@ -44,10 +44,10 @@ typedef struct BackendOptions {
     int tf32;          /* fp32 products may round their factors to TF32 where the hardware has it */
 } BackendOptions;
 
-/* The order in which embedding_backward adds up the rows of equal tokens, made on the host in O(N) of N tokens in host memory, as
- * embedding_plan_size(N) int32. The positions of a token are cut into pieces of at most EMBEDDING_PIECE, as even as can be, so that
- * work can be shared out evenly however often a token occurs. Pieces of tokens that were cut come first, a token's one after
- * another; behind them the tokens of one piece, from those of most positions to those of one. */
+/* The order in which embedding_backward adds up the rows of equal tokens, made on the host in O(N) of N tokens in host
+ * memory, as embedding_plan_size(N) int32. The positions of a token are cut into pieces of at most EMBEDDING_PIECE, as even
+ * as can be, so that work can be shared out evenly however often a token occurs. Pieces of tokens that were cut come first,
+ * a token's one after another; behind them the tokens of one piece, from those of most positions to those of one. */
 enum { EMBEDDING_PIECE = 8 };
 void embedding_plan(int32_t *plan, const int32_t *tokens, int64_t N);
 int64_t embedding_plan_size(int64_t N);
@@ -101,8 +101,8 @@ typedef struct Backend {
     /* Queues a copy to host memory from alloc_host; there after synchronize(). */
     void (*download)(void *host, const void *memory, size_t bytes, Stream *stream);
 
-    /* Between record_begin and record_end operations are recorded, not done; none may allocate, copy_in, copy_out or wait. replay()
-     * queues them all. All four are NULL where there is nothing to gain, as on the CPU. */
+    /* Between record_begin and record_end operations are recorded, not done; none may allocate, copy_in, copy_out or wait.
+     * replay() queues them all. All four are NULL where there is nothing to gain, as on the CPU. */
     void (*record_begin)(Stream *stream);
     Recording *(*record_end)(Stream *stream);
     void (*replay)(Recording *recording, Stream *stream);
@@ -119,8 +119,8 @@ typedef struct Backend {
     /* out (B,T,C) fp32 = ...; tokens (B,T), each in [0, V); wte (Vp,C) real; wpe (at least T rows, C) real. */
     void (*embedding_forward)(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
                               int64_t C, Stream *stream);
-    /* dwte (Vp,C) fp32 +=, dwpe (T,C) fp32 +=; dout (B,T,C) fp32; plan: what embedding_plan made of the B*T tokens. Rows of one
-     * token are added in an order that the plan alone decides, so the result is the same on every run. `scratch`:
+    /* dwte (Vp,C) fp32 +=, dwpe (T,C) fp32 +=; dout (B,T,C) fp32; plan: what embedding_plan made of the B*T tokens. Rows of
+     * one token are added in an order that the plan alone decides, so the result is the same on every run. `scratch`:
      * embedding_scratch(B * T, C) bytes. */
     void (*embedding_backward)(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
                                int64_t T, int64_t C, Stream *stream);
@@ -128,7 +128,8 @@ typedef struct Backend {
 
     /* --- layer normalisation (Ba et al. 2016), eps 1e-5, biased variance -------------------------------------------- */
 
-    /* out (N,C) real = (x - mean) * rstd * weight + bias; mean, rstd (N) fp32 are saved; x (N,C) fp32; weight, bias (C) real. */
+    /* out (N,C) real = (x - mean) * rstd * weight + bias; mean, rstd (N) fp32 are saved; x (N,C) fp32; weight, bias (C)
+     * real. */
     void (*layernorm_forward)(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
                               int64_t N, int64_t C, Stream *stream);
     /* sum (N,C) fp32 = x + y, then out (N,C) real = layernorm(sum), in one pass; x (N,C) fp32, y (N,C) real. sum may be x
@@ -137,8 +138,8 @@ typedef struct Backend {
                                        const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream);
     /* dx (N,C) fp32 = dresid + gradient of x, dweight (C), dbias (C) fp32 +=. dresid (N,C) fp32 is what flows along the
      * residual branch: dx itself, or NULL where nothing does. dout (N,C) real; x (N,C) fp32 as in forward (the sum in the
-     * residual form). rounded (N,C) real = dx, for the products that read it next; NULL where it is not wanted, and it may be
-     * dx itself where real is fp32, which costs nothing. `scratch`: layernorm_scratch(N, C) bytes. */
+     * residual form). rounded (N,C) real = dx, for the products that read it next; NULL where it is not wanted, and it may
+     * be dx itself where real is fp32, which costs nothing. `scratch`: layernorm_scratch(N, C) bytes. */
     void (*layernorm_backward)(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
                                const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
                                int64_t N, int64_t C, Stream *stream);
@@ -180,8 +181,8 @@ typedef struct Backend {
 
     /* --- optimizer ---------------------------------------------------------------------------------------------------- */
 
-    /* norm (1) fp32 = sqrt(sum grads^2), summed in a fixed order in double or better than fp32; a non-finite gradient gives a
-     * non-finite norm. `scratch`: norm_scratch(n) bytes. */
+    /* norm (1) fp32 = sqrt(sum grads^2), summed in a fixed order in double or better than fp32; a non-finite gradient gives
+     * a non-finite norm. `scratch`: norm_scratch(n) bytes. */
     void (*global_norm)(float *norm, void *scratch, const float *grads, int64_t n, Stream *stream);
     size_t (*norm_scratch)(int64_t n);
     /* AdamW (Loshchilov & Hutter 2019, algorithm 2) over one flat buffer of n parameters, the first n_decay of which decay:

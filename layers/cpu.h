@@ -17,11 +17,12 @@
 extern "C" {
 #endif
 
-/* To be called first in main. OpenMP's threads spin while they wait, for milliseconds where nobody says otherwise: on a machine
- * with other work, that keeps the ones that work from their cores, and each parallel region lasts a time slice (measured on 2
- * cores beside two compilers: 120 ms for a step that takes 12 alone; 18 to 30 so). The library reads its settings before
- * main runs; so this sets GOMP_SPINCOUNT to some 20 microseconds of spinning, KMP_BLOCKTIME likewise for clang's library, and starts
- * the program anew. Returns where the environment already says how threads are to wait, or where it fails. */
+/* To be called first in main. OpenMP's threads spin while they wait, for milliseconds where nobody says otherwise: on a
+ * machine with other work, that keeps the ones that work from their cores, and each parallel region lasts a time slice
+ * (measured on 2 cores beside two compilers: 120 ms for a step that takes 12 alone; 18 to 30 so). The library reads its
+ * settings before main runs; so this sets GOMP_SPINCOUNT to some 20 microseconds of spinning, KMP_BLOCKTIME likewise for
+ * clang's library, and starts the program anew. Returns where the environment already says how threads are to wait, or where
+ * it fails. */
 void cpu_settle_threads(char **argv);
 
 /* Below this many elements an elementwise pass is faster on one thread than what it costs to wake the others. */

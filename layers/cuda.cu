@@ -1,9 +1,10 @@
-/* cuda.cu - the GPU as a Backend: its stream, its memory and its two tables. The operations stand beside it, one file a layer. */
+/* cuda.cu - the GPU as a Backend: its stream, its memory and its two tables. The operations stand beside it, one file a
+ * layer. */
 #include "layers/cuda.h"
 
 #include <string.h>
 
-/* --- the machine ---------------------------------------------------------------------------------------------------------- */
+/* --- the machine ------------------------------------------------------------------------------------------------------- */
 
 __global__ void probe_kernel(void) {}
 
@@ -18,9 +19,14 @@ static void describe_failure(cudaError_t status, int index, char *error, size_t 
     if (status == cudaErrorInsufficientDriver) {
         cudaDriverGetVersion(&driver);
         cudaRuntimeGetVersion(&runtime);
-        if (!driver) snprintf(error, size, "no NVIDIA driver found: --device cuda needs a GPU and its driver; --device cpu works without");
-        else snprintf(error, size, "the GPU driver supports CUDA %d.%d, but this binary needs %d.%d: update the driver, or use --device cpu",
-                      driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+        if (!driver)
+            snprintf(error, size,
+                     "no NVIDIA driver found: --device cuda needs a GPU and its driver; --device cpu works without");
+        else
+            snprintf(
+                error, size,
+                "the GPU driver supports CUDA %d.%d, but this binary needs %d.%d: update the driver, or use --device cpu",
+                driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
         return;
     }
     if (status == cudaErrorNoDevice) {
@@ -28,7 +34,8 @@ static void describe_failure(cudaError_t status, int index, char *error, size_t 
         return;
     }
     if (cudaGetDeviceCount(&count) == cudaSuccess && index >= count) {
-        snprintf(error, size, "--device cuda:%d: this machine has %d GPU%s, numbered from 0", index, count, count == 1 ? "" : "s");
+        snprintf(error, size, "--device cuda:%d: this machine has %d GPU%s, numbered from 0", index, count,
+                 count == 1 ? "" : "s");
         return;
     }
     snprintf(error, size, "GPU %d cannot be used: %s", index, cudaGetErrorString(status));
@@ -40,8 +47,8 @@ static int binary_fits(int sm, char *error, size_t size)
     cudaFuncAttributes attributes;
     if (cudaFuncGetAttributes(&attributes, (const void *)probe_kernel) == cudaSuccess) return 1;
     cudaGetLastError();
-    snprintf(error, size, "this GPU is sm_%d, but the binary was built for %s: build it with make ARCH=sm_%d%s", sm, CUDA_ARCH_NAME, sm,
-             sm == 90 ? "a" : "");
+    snprintf(error, size, "this GPU is sm_%d, but the binary was built for %s: build it with make ARCH=sm_%d%s", sm,
+             CUDA_ARCH_NAME, sm, sm == 90 ? "a" : "");
     return 0;
 }
 
@@ -59,7 +66,8 @@ static Stream *open_cuda(int index, int deterministic, int tf32, int least_sm, c
     int sm = 10 * major + minor;
     if (!binary_fits(sm, error, size)) return NULL;
     if (sm < least_sm) {
-        snprintf(error, size, "--dtype bf16 needs a GPU of sm_%d or later, this one is sm_%d: use --dtype fp32", least_sm, sm);
+        snprintf(error, size, "--dtype bf16 needs a GPU of sm_%d or later, this one is sm_%d: use --dtype fp32", least_sm,
+                 sm);
         return NULL;
     }
     Stream *stream = (Stream *)calloc(1, sizeof *stream);
@@ -108,8 +116,9 @@ static void describe_cuda(char *text, size_t size, Stream *stream)
     int driver = 0;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, stream->device));
     cudaDriverGetVersion(&driver);
-    snprintf(text, size, "cuda:%d %s, %d SMs, sm_%d, %.0f GiB, driver for CUDA %d.%d%s", stream->device, properties.name, stream->processors,
-             stream->sm, (double)properties.totalGlobalMem / (1 << 30), driver / 1000, driver % 1000 / 10, stream->tf32 ? ", TF32 products" : "");
+    snprintf(text, size, "cuda:%d %s, %d SMs, sm_%d, %.0f GiB, driver for CUDA %d.%d%s", stream->device, properties.name,
+             stream->processors, stream->sm, (double)properties.totalGlobalMem / (1 << 30), driver / 1000,
+             driver % 1000 / 10, stream->tf32 ? ", TF32 products" : "");
 }
 
 static int sm_cuda(Stream *stream) { return stream->sm; }
@@ -125,14 +134,15 @@ static double peak_tflops(Stream *stream, Dtype dtype)
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, stream->device));
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
-        if (strstr(properties.name, known[i].name)) return dtype == DTYPE_BF16 ? known[i].bf16 : stream->tf32 ? known[i].tf32 : known[i].fp32;
+        if (strstr(properties.name, known[i].name))
+            return dtype == DTYPE_BF16 ? known[i].bf16 : stream->tf32 ? known[i].tf32 : known[i].fp32;
     return 0;
 }
 
 static double peak_fp32(Stream *stream) { return peak_tflops(stream, DTYPE_FP32); }
 static double peak_bf16(Stream *stream) { return peak_tflops(stream, DTYPE_BF16); }
 
-/* --- memory ------------------------------------------------------------------------------------------------------------------ */
+/* --- memory ------------------------------------------------------------------------------------------------------------ */
 
 static int64_t memory_available_cuda(Stream *stream)
 {
@@ -172,7 +182,10 @@ static void free_host_cuda(void *memory, Stream *stream)
     CUDA_CHECK(cudaFreeHost(memory));
 }
 
-static void zero_cuda(void *memory, size_t bytes, Stream *stream) { CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream->stream)); }
+static void zero_cuda(void *memory, size_t bytes, Stream *stream)
+{
+    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream->stream));
+}
 
 static void synchronize_cuda(Stream *stream) { CUDA_CHECK(cudaStreamSynchronize(stream->stream)); }
 
@@ -206,13 +219,16 @@ static void download_cuda(void *host, const void *memory, size_t bytes, Stream *
     CUDA_CHECK(cudaMemcpyAsync(host, memory, bytes, cudaMemcpyDeviceToHost, stream->stream));
 }
 
-/* --- recordings -------------------------------------------------------------------------------------------------------------- */
+/* --- recordings -------------------------------------------------------------------------------------------------------- */
 
 struct Recording {
     cudaGraphExec_t graph;
 };
 
-static void record_begin_cuda(Stream *stream) { CUDA_CHECK(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal)); }
+static void record_begin_cuda(Stream *stream)
+{
+    CUDA_CHECK(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal));
+}
 
 static Recording *record_end_cuda(Stream *stream)
 {
@@ -228,7 +244,10 @@ static Recording *record_end_cuda(Stream *stream)
     return recording;
 }
 
-static void replay_cuda(Recording *recording, Stream *stream) { CUDA_CHECK(cudaGraphLaunch(recording->graph, stream->stream)); }
+static void replay_cuda(Recording *recording, Stream *stream)
+{
+    CUDA_CHECK(cudaGraphLaunch(recording->graph, stream->stream));
+}
 
 static void recording_free_cuda(Recording *recording)
 {
@@ -236,19 +255,20 @@ static void recording_free_cuda(Recording *recording)
     free(recording);
 }
 
-/* --- the tables --------------------------------------------------------------------------------------------------------------- */
+/* --- the tables -------------------------------------------------------------------------------------------------------- */
 
 #define TABLE(NAME, DTYPE, REAL, OPEN, PEAK)                                                                                \
     {                                                                                                                       \
         NAME, ATTENTION_CUDA, DTYPE, sizeof(REAL), OPEN, close_cuda, describe_cuda, sm_cuda, PEAK, attention_stream_cuda,   \
-            memory_available_cuda, alloc_cuda, free_cuda, zero_cuda, copy_in_cuda, copy_out_cuda, copy_cuda, synchronize_cuda, \
-            alloc_host_cuda, free_host_cuda, upload_cuda, upload_join_cuda, download_cuda, record_begin_cuda,               \
-            record_end_cuda, replay_cuda, recording_free_cuda, from_fp32_cuda<REAL>, to_fp32_cuda<REAL>,                    \
-            embedding_forward_cuda<REAL>, embedding_backward_cuda, embedding_scratch_cuda, layernorm_forward_cuda<REAL>,    \
-            residual_layernorm_forward_cuda<REAL>, layernorm_backward_cuda<REAL>, layernorm_scratch_cuda,                   \
-            linear_forward_cuda<REAL>, linear_gelu_forward_cuda<REAL>, linear_backward_input_cuda<REAL>,                    \
-            linear_backward_weight_cuda<REAL>, linear_scratch_cuda, gelu_forward_cuda<REAL>,                                \
-            loss_forward_backward_cuda<REAL>, losses_sum_cuda, global_norm_cuda, norm_scratch_cuda, adamw_update_cuda<REAL> \
+            memory_available_cuda, alloc_cuda, free_cuda, zero_cuda, copy_in_cuda, copy_out_cuda, copy_cuda,                \
+            synchronize_cuda, alloc_host_cuda, free_host_cuda, upload_cuda, upload_join_cuda, download_cuda,                \
+            record_begin_cuda, record_end_cuda, replay_cuda, recording_free_cuda, from_fp32_cuda<REAL>,                     \
+            to_fp32_cuda<REAL>, embedding_forward_cuda<REAL>, embedding_backward_cuda, embedding_scratch_cuda,              \
+            layernorm_forward_cuda<REAL>, residual_layernorm_forward_cuda<REAL>, layernorm_backward_cuda<REAL>,             \
+            layernorm_scratch_cuda, linear_forward_cuda<REAL>, linear_gelu_forward_cuda<REAL>,                              \
+            linear_backward_input_cuda<REAL>, linear_backward_weight_cuda<REAL>, linear_scratch_cuda,                       \
+            gelu_forward_cuda<REAL>, loss_forward_backward_cuda<REAL>, losses_sum_cuda, global_norm_cuda,                   \
+            norm_scratch_cuda, adamw_update_cuda<REAL>                                                                      \
     }
 
 extern const Backend backend_cuda_fp32 = TABLE("cuda_fp32", DTYPE_FP32, float, open_fp32, peak_fp32);

@@ -1,7 +1,7 @@
 /* cuda.h - what the CUDA twins of the layers share: the stream, error checks, 16-byte packs, reductions, launch sizes.
  *
- * Every operation is a template over Real, the type of activations and working weights: float or __nv_bfloat16. Arithmetic is
- * fp32 throughout. Kernels are memory-bound but for the products, so they move 16 bytes a thread and access (Pack), and
+ * Every operation is a template over Real, the type of activations and working weights: float or __nv_bfloat16. Arithmetic
+ * is fp32 throughout. Kernels are memory-bound but for the products, so they move 16 bytes a thread and access (Pack), and
  * touch each byte once; where rows do not divide into packs they fall back to single elements.
  */
 #ifndef CUDA_H
@@ -14,7 +14,7 @@
 #include "attention/device.h"
 #include "layers/backend.h"
 
-/* --- the machine --------------------------------------------------------------------------------------------------------- */
+/* --- the machine ------------------------------------------------------------------------------------------------------- */
 
 /* What cublasLt was asked before, and its answer: see linear.cu. */
 struct ProductPlans;
@@ -57,13 +57,17 @@ static inline unsigned blocks_resident(int64_t n, int64_t per, const Stream *str
     return (unsigned)(wanted < most ? wanted : most);
 }
 
-/* --- types --------------------------------------------------------------------------------------------------------------- */
+/* --- types ------------------------------------------------------------------------------------------------------------- */
 
 __host__ __device__ __forceinline__ float to_float(float x) { return x; }
 __host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 template <typename Real> __host__ __device__ __forceinline__ Real from_float(float x);
 template <> __host__ __device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <> __host__ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__host__ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x)
+{
+    return __float2bfloat16_rn(x);
+}
 
 /* WIDTH neighbouring elements, read and written by one instruction. */
 template <typename Real, int WIDTH>
@@ -89,8 +93,8 @@ __device__ __forceinline__ void pack_store(Real *out, const float *in)
     *(Pack<Real, WIDTH> *)out = pack;
 }
 
-/* WIDTH neighbouring elements as they lie in memory, and each of them as fp32. Held in a Pack, a bf16 takes a register of its own from
- * the load on, and the warp waits there to take the pack apart; in words, two share one until they are used. */
+/* WIDTH neighbouring elements as they lie in memory, and each of them as fp32. Held in a Pack, a bf16 takes a register of
+ * its own from the load on, and the warp waits there to take the pack apart; in words, two share one until they are used. */
 template <typename Real, int WIDTH>
 struct alignas(sizeof(Real) * WIDTH) Raw {
     unsigned words[sizeof(Real) * WIDTH / 4];
@@ -119,7 +123,7 @@ static inline bool packs_fit(int64_t n, const void *a, const void *b = NULL, con
     return n % PackWidth<Real>::value == 0 && bits % 16 == 0;
 }
 
-/* --- reductions: every lane (thread) gets the result, summed in a fixed order --------------------------------------------- */
+/* --- reductions: every lane (thread) gets the result, summed in a fixed order ------------------------------------------ */
 
 __device__ __forceinline__ float warp_sum(float x)
 {
@@ -158,19 +162,19 @@ __device__ __forceinline__ float block_max(float x, Shared<float> room)
     return x;
 }
 
-/* --- the operations, for the table in cuda.cu; contracts in backend.h ------------------------------------------------------- */
+/* --- the operations, for the table in cuda.cu; contracts in backend.h -------------------------------------------------- */
 
 template <typename Real> void from_fp32_cuda(void *out, const float *in, int64_t n, Stream *stream);
 template <typename Real> void to_fp32_cuda(float *out, const void *in, int64_t n, Stream *stream);
 template <typename Real>
-void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T, int64_t C,
-                            Stream *stream);
-void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B, int64_t T,
-                             int64_t C, Stream *stream);
+void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+                            int64_t C, Stream *stream);
+void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
+                             int64_t T, int64_t C, Stream *stream);
 size_t embedding_scratch_cuda(int64_t N, int64_t C);
 template <typename Real>
-void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias, int64_t N,
-                            int64_t C, Stream *stream);
+void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
+                            int64_t N, int64_t C, Stream *stream);
 template <typename Real>
 void residual_layernorm_forward_cuda(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
                                      const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream);
@@ -183,21 +187,21 @@ template <typename Real>
 void linear_forward_cuda(void *out, const void *x, const void *weight, const void *bias, int64_t N, int64_t C, int64_t OC,
                          Stream *stream);
 template <typename Real>
-void linear_gelu_forward_cuda(void *out, void *pre, const void *x, const void *weight, const void *bias, int64_t N, int64_t C,
-                              int64_t OC, Stream *stream);
+void linear_gelu_forward_cuda(void *out, void *pre, const void *x, const void *weight, const void *bias, int64_t N,
+                              int64_t C, int64_t OC, Stream *stream);
 template <typename Real>
-void linear_backward_input_cuda(void *dx, const void *dout, const void *weight, const void *pre, int64_t N, int64_t C, int64_t OC,
-                                Stream *stream);
+void linear_backward_input_cuda(void *dx, const void *dout, const void *weight, const void *pre, int64_t N, int64_t C,
+                                int64_t OC, Stream *stream);
 template <typename Real>
-void linear_backward_weight_cuda(float *dweight, float *dbias, void *scratch, const void *dout, const void *x, int64_t N, int64_t C,
-                                 int64_t OC, Stream *stream);
+void linear_backward_weight_cuda(float *dweight, float *dbias, void *scratch, const void *dout, const void *x, int64_t N,
+                                 int64_t C, int64_t OC, Stream *stream);
 size_t linear_scratch_cuda(int64_t N, int64_t C, int64_t OC);
 template <typename Real> void gelu_forward_cuda(void *out, const void *pre, int64_t n, Stream *stream);
 /* dx (n) *= gelu'(pre (n)): for products whose epilogue cannot. */
 template <typename Real> void gelu_backward_cuda(void *dx, const void *pre, int64_t n, Stream *stream);
 template <typename Real>
-void loss_forward_backward_cuda(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V, int64_t Vp,
-                                Stream *stream);
+void loss_forward_backward_cuda(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V,
+                                int64_t Vp, Stream *stream);
 void losses_sum_cuda(double *total, const float *losses, int64_t N, Stream *stream);
 void global_norm_cuda(float *norm, void *scratch, const float *grads, int64_t n, Stream *stream);
 size_t norm_scratch_cuda(int64_t n);
@@ -205,8 +209,8 @@ template <typename Real>
 void adamw_update_cuda(void *params, float *master, float *m, float *v, const float *grads, const float *norm,
                        const AdamwStep *step, int64_t n, int64_t n_decay, Stream *stream);
 
-/* a (n) fp32 += column sums of src (rows, stride) from its column 0 on, b (n) likewise from column n on where b is not NULL. Rows are added
- * in a fixed order. */
+/* a (n) fp32 += column sums of src (rows, stride) from its column 0 on, b (n) likewise from column n on where b is not NULL.
+ * Rows are added in a fixed order. */
 void columns_add_cuda(float *a, float *b, const float *src, int64_t rows, int64_t n, int64_t stride, Stream *stream);
 
 struct ProductPlans *product_plans_open(char *error, size_t error_size);

@@ -1,9 +1,9 @@
 /* embedding.c - rows of two tables added, and their gradients scattered back.
  *
- * The backward pass must add several rows of dout to one row of dwte where a token repeats, always in the same order. The plan
- * that every backend follows decides it: the positions of each token (by a radix sort, stable and O(N)), cut into pieces of a
- * few. Here each thread owns a slice of the channels, whole cache lines of them, and walks over all pieces: no two threads
- * touch one element, no atomics, and the sum is the same for any number of threads.
+ * The backward pass must add several rows of dout to one row of dwte where a token repeats, always in the same order. The
+ * plan that every backend follows decides it: the positions of each token (by a radix sort, stable and O(N)), cut into
+ * pieces of a few. Here each thread owns a slice of the channels, whole cache lines of them, and walks over all pieces: no
+ * two threads touch one element, no atomics, and the sum is the same for any number of threads.
  */
 #include "layers/cpu.h"
 #include "layers/vector.h"
@@ -99,7 +99,8 @@ static int64_t run_end(const int32_t *from, const int32_t *tokens, int64_t i, in
     return i;
 }
 
-/* order (N) = the runs of from (N) in the plan's order: those that will be cut, then the others by length, the longest first. */
+/* order (N) = the runs of from (N) in the plan's order: those that will be cut, then the others by length, the longest
+ * first. */
 static void runs_arrange(int32_t *order, const int32_t *from, const int32_t *tokens, int64_t N)
 {
     int64_t rows[EMBEDDING_PIECE + 1] = {0}, next[EMBEDDING_PIECE + 1]; /* by length; those that will be cut at 0 */
@@ -125,7 +126,8 @@ void embedding_plan(int32_t *plan, const int32_t *tokens, int64_t N)
 {
     const EmbeddingPlan parts = embedding_plan_parts(plan, N);
     int32_t *order = plan + (parts.order - plan), *begin = plan + (parts.begin - plan), *token = plan + (parts.token - plan);
-    int32_t *cut = plan + (parts.cut - plan), *from = begin, *to = token, most = 0; /* begin and token are room to sort in first */
+    int32_t *cut = plan + (parts.cut - plan), most = 0;
+    int32_t *from = begin, *to = token; /* room to sort in first */
     for (int64_t i = 0; i < N; i++) {
         from[i] = (int32_t)i;
         if (tokens[i] > most) most = tokens[i];

@@ -1,9 +1,10 @@
 /* embedding.cu - token and position embedding on the GPU.
  *
- * Forward is a gather. Backward adds dout's rows up by token: many rows to one row of dwte, a race by nature. Instead of atomics,
- * whose order changes from run to run, it follows a plan that the host made while the step before was computing
- * (embedding_plan in embedding.c): the positions by token, cut into pieces of at most 8, so that no warp walks a long run. (Of 65536
- * tokens of text some 60% of the positions are of cut tokens, 5000 pieces; the others make 16000 pieces, most of one position.)
+ * Forward is a gather. Backward adds dout's rows up by token: many rows to one row of dwte, a race by nature. Instead of
+ * atomics, whose order changes from run to run, it follows a plan that the host made while the step before was computing
+ * (embedding_plan in embedding.c): the positions by token, cut into pieces of at most 8, so that no warp walks a long run.
+ * (Of 65536 tokens of text some 60% of the positions are of cut tokens, 5000 pieces; the others make 16000 pieces, most of
+ * one position.)
  *
  *     piece   | 8 rows of "the" | 8 rows of "the" | ... | 5 rows of "river" | ... | 1 row of "delta" |     a warp each
  *                      |                 |                       |                        |
@@ -11,12 +12,12 @@
  *                      +-------+---------+
  *                          += dwte: a second kernel, which adds up dwpe as well
  *
- * A warp holds all channels of a row in its registers (as far as they reach) and has two rows or more under way, so that the chain of loads
- * that leads to a row, piece and position, costs little beside them. Sums of cut tokens go through `scratch`, always in the same
- * order. dwpe's rows are sums over the batch at fixed positions and need no plan.
+ * A warp holds all channels of a row in its registers (as far as they reach) and has two rows or more under way, so that the
+ * chain of loads that leads to a row, piece and position, costs little beside them. Sums of cut tokens go through `scratch`,
+ * always in the same order. dwpe's rows are sums over the batch at fixed positions and need no plan.
  *
- * Bytes: dout twice, once by token and once by position, and the touched rows of dwte and dwpe read and written. (Partial sums
- * are an eighth of dout, and most of it still lies in L2 when it is read.)
+ * Bytes: dout twice, once by token and once by position, and the touched rows of dwte and dwpe read and written. (Partial
+ * sums are an eighth of dout, and most of it still lies in L2 when it is read.)
  */
 #include "layers/cuda.h"
 
@@ -29,7 +30,8 @@ enum {
 };
 
 template <typename Real, int WIDTH>
-__global__ void embedding_forward_kernel(float *out, const int32_t *tokens, const Real *wte, const Real *wpe, int64_t N, int64_t T, int64_t C)
+__global__ void embedding_forward_kernel(float *out, const int32_t *tokens, const Real *wte, const Real *wpe, int64_t N,
+                                         int64_t T, int64_t C)
 {
     int64_t packs = C / WIDTH;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < N * packs; i += (int64_t)gridDim.x * blockDim.x) {
@@ -44,24 +46,24 @@ __global__ void embedding_forward_kernel(float *out, const int32_t *tokens, cons
 }
 
 template <typename Real>
-void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T, int64_t C,
-                            Stream *stream)
+void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+                            int64_t C, Stream *stream)
 {
     int64_t N = B * T;
     const int WIDTH = PackWidth<float>::value;
     if (packs_fit<float>(C, out) && ((uintptr_t)wte | (uintptr_t)wpe) % (WIDTH * sizeof(Real)) == 0)
-        LAUNCH(KERNEL(embedding_forward_kernel<Real, WIDTH>), blocks_resident(N * C / WIDTH, THREADS, stream, 16), THREADS, 0, stream,
-               out, tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
+        LAUNCH(KERNEL(embedding_forward_kernel<Real, WIDTH>), blocks_resident(N * C / WIDTH, THREADS, stream, 16), THREADS,
+               0, stream, out, tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
     else
-        LAUNCH(KERNEL(embedding_forward_kernel<Real, 1>), blocks_resident(N * C, THREADS, stream, 16), THREADS, 0, stream, out, tokens,
-               (const Real *)wte, (const Real *)wpe, N, T, C);
+        LAUNCH(KERNEL(embedding_forward_kernel<Real, 1>), blocks_resident(N * C, THREADS, stream, 16), THREADS, 0, stream,
+               out, tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
 }
 
-/* --- backward -------------------------------------------------------------------------------------------------------------- */
+/* --- backward ---------------------------------------------------------------------------------------------------------- */
 
 /* A piece's sum: added to its token's row of dwte where it is all of that token, else left in row p of `partial`. Threads
- * (32, PIECE_WARPS); a warp takes pieces in strides, blockIdx.y picks 32 * QUADS packs of channels. All loads of LOADS rows are under
- * way together. */
+ * (32, PIECE_WARPS); a warp takes pieces in strides, blockIdx.y picks 32 * QUADS packs of channels. All loads of LOADS rows
+ * are under way together. */
 template <int WIDTH, int QUADS>
 __global__ void __launch_bounds__(32 * PIECE_WARPS, PIECE_BLOCKS)
 embedding_pieces_kernel(float *dwte, float *partial, const float *dout, const EmbeddingPlan plan, int64_t C)
@@ -105,8 +107,9 @@ embedding_pieces_kernel(float *dwte, float *partial, const float *dout, const Em
     }
 }
 
-/* to (C) += the sum of `rows` rows of src, `stride` elements apart, for 32 packs of channels from `channel` on. The warps of the block take
- * the rows in strides, SUM_LOADS of them under way, and meet in `room`, SUM_WARPS * 32 * WIDTH floats, where the first adds them up. */
+/* to (C) += the sum of `rows` rows of src, `stride` elements apart, for 32 packs of channels from `channel` on. The warps of
+ * the block take the rows in strides, SUM_LOADS of them under way, and meet in `room`, SUM_WARPS * 32 * WIDTH floats, where
+ * the first adds them up. */
 template <int WIDTH>
 __device__ __forceinline__ void rows_add(float *to, const float *src, int64_t stride, int rows, int64_t channel, int64_t C,
                                          Shared<float> room)
@@ -143,12 +146,12 @@ __device__ __forceinline__ void rows_add(float *to, const float *src, int64_t st
     __syncthreads();
 }
 
-/* The first cut_blocks blocks (of grid.x) add up the pieces of cut tokens, each of the T others a row of dwpe over the batch. Threads (32, up
- * to SUM_WARPS); blockIdx.y picks 32 packs of channels. */
+/* The first cut_blocks blocks (of grid.x) add up the pieces of cut tokens, each of the T others a row of dwpe over the
+ * batch. Threads (32, up to SUM_WARPS); blockIdx.y picks 32 packs of channels. */
 template <int WIDTH>
 __global__ void __launch_bounds__(32 * SUM_WARPS, 4)
-embedding_sums_kernel(float *dwte, float *dwpe, const float *partial, const float *dout, const EmbeddingPlan plan, int cut_blocks, int64_t B,
-                      int64_t T, int64_t C)
+embedding_sums_kernel(float *dwte, float *dwpe, const float *partial, const float *dout, const EmbeddingPlan plan,
+                      int cut_blocks, int64_t B, int64_t T, int64_t C)
 {
     SHARED(float, room, SUM_WARPS * 32 * WIDTH);
     const int64_t channel = (int64_t)blockIdx.y * 32 * WIDTH;
@@ -167,8 +170,8 @@ embedding_sums_kernel(float *dwte, float *dwpe, const float *partial, const floa
 size_t embedding_scratch_cuda(int64_t N, int64_t C) { return (size_t)embedding_cut_pieces(N) * (size_t)C * sizeof(float); }
 
 template <int WIDTH>
-static void backward(float *dwte, float *dwpe, float *partial, const float *dout, const int32_t *plan, int64_t B, int64_t T, int64_t C,
-                     Stream *stream)
+static void backward(float *dwte, float *dwpe, float *partial, const float *dout, const int32_t *plan, int64_t B, int64_t T,
+                     int64_t C, Stream *stream)
 {
     const int64_t N = B * T;
     const EmbeddingPlan parts = embedding_plan_parts(plan, N);
@@ -189,12 +192,12 @@ static void backward(float *dwte, float *dwpe, float *partial, const float *dout
     const unsigned cut_blocks = blocks_resident(N / (EMBEDDING_PIECE + 1), 1, stream, CUT_BLOCKS);
     unsigned shares = blocks_for(B, SUM_LOADS); /* of the batch, each all under way at once */
     if (shares > SUM_WARPS) shares = SUM_WARPS;
-    LAUNCH(embedding_sums_kernel<WIDTH>, dim3(cut_blocks + (unsigned)T, (unsigned)packs), dim3(32, shares), 0, stream, dwte, dwpe, partial, dout, parts,
-           (int)cut_blocks, B, T, C);
+    LAUNCH(embedding_sums_kernel<WIDTH>, dim3(cut_blocks + (unsigned)T, (unsigned)packs), dim3(32, shares), 0, stream, dwte,
+           dwpe, partial, dout, parts, (int)cut_blocks, B, T, C);
 }
 
-void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B, int64_t T,
-                             int64_t C, Stream *stream)
+void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
+                             int64_t T, int64_t C, Stream *stream)
 {
     float *partial = (float *)scratch;
     if (B * T < 1) return;
@@ -204,7 +207,8 @@ void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const floa
         backward<1>(dwte, dwpe, partial, dout, plan, B, T, C, stream);
 }
 
-#define INSTANTIATE(Real)                                                                                                   \
-    template void embedding_forward_cuda<Real>(float *, const int32_t *, const void *, const void *, int64_t, int64_t, int64_t, Stream *);
+#define INSTANTIATE(Real)                                                                                              \
+    template void embedding_forward_cuda<Real>(float *, const int32_t *, const void *, const void *, int64_t, int64_t, \
+                                               int64_t, Stream *);
 INSTANTIATE(float)
 INSTANTIATE(__nv_bfloat16)

@@ -1,7 +1,7 @@
 /* gelu.cu - GELU in its tanh form, and its derivative, on the GPU; and the conversions between fp32 and Real.
  *
- * Used where no product is near to be fused with: recomputation in the backward pass, and products whose library epilogue does
- * not exist for their shape. Formulas: gelu.c.
+ * Used where no product is near to be fused with: recomputation in the backward pass, and products whose library epilogue
+ * does not exist for their shape. Formulas: gelu.c.
  */
 #include "layers/cuda.h"
 
@@ -35,7 +35,8 @@ template <typename Out, typename In, int WIDTH, bool READ_OUT, typename Function
 __global__ void map_kernel(Out *out, const In *in, int64_t n)
 {
     Function f;
-    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; i < n; i += (int64_t)gridDim.x * blockDim.x * WIDTH) {
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; i < n;
+         i += (int64_t)gridDim.x * blockDim.x * WIDTH) {
         float x[WIDTH], y[WIDTH];
         pack_load<In, WIDTH>(x, in + i);
 #pragma unroll
@@ -52,10 +53,10 @@ static void map(Out *out, const In *in, int64_t n, Stream *stream)
 {
     const int WIDTH = sizeof(Out) < sizeof(In) ? PackWidth<In>::value : PackWidth<Out>::value;
     int64_t packed = ((uintptr_t)out | (uintptr_t)in) % 16 ? 0 : n / WIDTH * WIDTH;
-    LAUNCH(KERNEL(map_kernel<Out, In, WIDTH, READ_OUT, Function>), blocks_resident(packed / WIDTH, THREADS, stream, 16), THREADS, 0, stream,
-           out, in, packed);
-    LAUNCH(KERNEL(map_kernel<Out, In, 1, READ_OUT, Function>), blocks_resident(n - packed, THREADS, stream, 16), THREADS, 0, stream,
-           out + packed, in + packed, n - packed);
+    LAUNCH(KERNEL(map_kernel<Out, In, WIDTH, READ_OUT, Function>), blocks_resident(packed / WIDTH, THREADS, stream, 16),
+           THREADS, 0, stream, out, in, packed);
+    LAUNCH(KERNEL(map_kernel<Out, In, 1, READ_OUT, Function>), blocks_resident(n - packed, THREADS, stream, 16), THREADS, 0,
+           stream, out + packed, in + packed, n - packed);
 }
 
 template <typename Real> void gelu_forward_cuda(void *out, const void *pre, int64_t n, Stream *stream)

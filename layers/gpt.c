@@ -5,19 +5,20 @@
  *     resid_in ──┬─ ln1 ─ qkv ─ attention ─ proj ──(+)── resid_mid ──┬─ ln2 ─ fc ─ gelu ─ fcproj ──(+)── resid_out
  *                └──────────────────────────────────┘                └─────────────────────────────────┘
  *
- * Each (+) is fused with the layer norm that follows it: the sum before ln2 here, the sum before the next block's ln1 (or the
- * last ln_f) at the end. So a block's forward starts with ln1 already done, and block_finish does the norm of the next.
+ * Each (+) is fused with the layer norm that follows it: the sum before ln2 here, the sum before the next block's ln1 (or
+ * the last ln_f) at the end. So a block's forward starts with ln1 already done, and block_finish does the norm of the next.
  *
  * The residual stream is fp32 in every mode, forward and backward: each block adds little to much, and in bf16 a total would
  * lose what is under 1/256 of it, layer after layer. The branches, between a norm's output and the (+), are real.
  *
  * Backward walks the same chain the other way with one gradient of the residual stream, dresid, that every branch adds to;
  * the norms, which do the adding, leave a rounded copy beside it for the products. Where real is fp32 it is its own copy.
- * The classifier goes over the rows in chunks and does forward and backward of a chunk at once: its logits, by far the widest
- * activation, exist for one chunk only and become their own gradient in place.
+ * The classifier goes over the rows in chunks and does forward and backward of a chunk at once: its logits, by far the
+ * widest activation, exist for one chunk only and become their own gradient in place.
  *
- * Memory: five areas of one allocation each. Offsets into an area are handed out by area_take, and the same functions run with
- * a NULL base to plan and with a real one to use, so that the plan that is printed cannot differ from what is allocated.
+ * Memory: five areas of one allocation each. Offsets into an area are handed out by area_take, and the same functions run
+ * with a NULL base to plan and with a real one to use, so that the plan that is printed cannot differ from what is
+ * allocated.
  */
 #include "layers/gpt.h"
 
@@ -101,7 +102,7 @@ struct Gpt {
     float recorded_dscale;
 };
 
-/* --- configuration and parameter table ---------------------------------------------------------------------------------- */
+/* --- configuration and parameter table --------------------------------------------------------------------------------- */
 
 typedef struct KindFacts {
     const char *name;      /* within the block, or of the model */
@@ -164,9 +165,10 @@ static int64_t padded_vocab(const GptConfig *config, const Backend *backend)
     return (config->vocab + multiple - 1) / multiple * multiple;
 }
 
-/* Fills table (may be NULL) and kind_first (may be NULL); returns the number of tensors. *flat and *flat_decay get elements. */
-static size_t tensors_layout(GptTensor *table, size_t *kind_first, int64_t *flat, int64_t *flat_decay, const GptConfig *config,
-                             int64_t Vp)
+/* Fills table (may be NULL) and kind_first (may be NULL); returns the number of tensors. *flat and *flat_decay get
+ * elements. */
+static size_t tensors_layout(GptTensor *table, size_t *kind_first, int64_t *flat, int64_t *flat_decay,
+                             const GptConfig *config, int64_t Vp)
 {
     size_t count = 0;
     int64_t offset = 0;
@@ -208,7 +210,7 @@ static int64_t parameters_counted(const GptConfig *config)
     return sum;
 }
 
-/* --- memory plan ---------------------------------------------------------------------------------------------------------- */
+/* --- memory plan ------------------------------------------------------------------------------------------------------- */
 
 /* Hands out `bytes` of an area that has *used so far: the offset of the piece. */
 static size_t area_take(size_t *used, size_t bytes)
@@ -234,8 +236,8 @@ static AttentionShape attention_shape(const GptConfig *config, const GptOptions 
     return shape;
 }
 
-/* Rows of the classifier that are done at once: all N, or about equal parts of them, so that no small rest wastes a pass, in whole
- * tiles of a product. */
+/* Rows of the classifier that are done at once: all N, or about equal parts of them, so that no small rest wastes a pass, in
+ * whole tiles of a product. */
 static int64_t classifier_chunk(int64_t N, int64_t Vp, size_t element)
 {
     enum { FEWEST = 256, TILE = 128 }; /* narrower products waste the machine */
@@ -267,7 +269,8 @@ static ActivationLayout activation_layout(const GptConfig *config, const GptOpti
     ActivationLayout layout;
     memset(&layout, 0, sizeof layout);
     size_t bytes[ACT_COUNT] = {
-        [ACT_BATCH] = batch_bytes(N), [ACT_LOSSES] = rows * 4, [ACT_RESULT] = sizeof(StepResult), [ACT_STEP] = sizeof(AdamwStep),
+        [ACT_BATCH] = batch_bytes(N), [ACT_LOSSES] = rows * 4, [ACT_RESULT] = sizeof(StepResult),
+        [ACT_STEP] = sizeof(AdamwStep),
         [ACT_UPLOADS] = options->training ? 2 * (size_t)micro_steps_most(options) * batch_bytes(N) : 0,
         [ACT_LNF] = wide * real, [ACT_LNF_MEAN] = rows * 4, [ACT_LNF_RSTD] = rows * 4,
         [ACT_RESID] = wide * 4, [ACT_LN1] = wide * real, [ACT_LN1_MEAN] = rows * 4, [ACT_LN1_RSTD] = rows * 4,
@@ -331,7 +334,8 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
     return s;
 }
 
-GptPlan gpt_plan(const GptConfig *config, const GptOptions *options, const Backend *backend, const AttentionKernel *attention)
+GptPlan gpt_plan(const GptConfig *config, const GptOptions *options, const Backend *backend,
+                 const AttentionKernel *attention)
 {
     GptPlan plan;
     int64_t flat, flat_decay, Vp = padded_vocab(config, backend);
@@ -368,21 +372,25 @@ static void plan_fault(const GptConfig *config, const GptOptions *options, const
     int large = total >= (size_t)1 << 30;
     double unit = large ? 1024.0 * 1024.0 * 1024.0 : 1024.0 * 1024.0, free_bytes = (double)available;
     const char *name = large ? "GiB" : "MiB";
-    int length = snprintf(error, error_size, "not enough memory: the plan needs %.2f %s and %.2f %s are free, %.2f %s too few; ",
+    int length = snprintf(error, error_size,
+                          "not enough memory: the plan needs %.2f %s and %.2f %s are free, %.2f %s too few; ",
                           (double)total / unit, name, free_bytes / unit, name, ((double)total - free_bytes) / unit, name);
     if (length < 0 || (size_t)length >= error_size) return;
     if (fits) snprintf(error + length, error_size - (size_t)length, "--batch %lld would fit", (long long)fits);
-    else snprintf(error + length, error_size - (size_t)length, "not even --batch 1 would fit: choose a smaller model or --seq");
+    else
+        snprintf(error + length, error_size - (size_t)length,
+                 "not even --batch 1 would fit: choose a smaller model or --seq");
 }
 
-/* --- life ----------------------------------------------------------------------------------------------------------------- */
+/* --- life -------------------------------------------------------------------------------------------------------------- */
 
 Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backend *backend, Stream *stream,
                 const AttentionKernel *attention, char *error, size_t error_size)
 {
     if (gpt_config_fault(config, error, error_size)) return NULL;
     if (options->batch < 1 || options->sequence < 1 || options->sequence > config->context) {
-        snprintf(error, error_size, "batch %lld and sequence %lld must be at least 1 and the sequence at most the context, %lld",
+        snprintf(error, error_size,
+                 "batch %lld and sequence %lld must be at least 1 and the sequence at most the context, %lld",
                  (long long)options->batch, (long long)options->sequence, (long long)config->context);
         return NULL;
     }
@@ -407,7 +415,9 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
     gpt->tensors = (GptTensor *)calloc(gpt->tensor_count, sizeof *gpt->tensors);
     size_t batch = batch_bytes(options->batch * options->sequence);
     gpt->batch_host = (int32_t *)backend->alloc_host(batch, stream);
-    gpt->upload_host = options->training ? (int32_t *)backend->alloc_host(2 * (size_t)micro_steps_most(options) * batch, stream) : NULL;
+    gpt->upload_host = options->training
+                           ? (int32_t *)backend->alloc_host(2 * (size_t)micro_steps_most(options) * batch, stream)
+                           : NULL;
     gpt->step_host = (AdamwStep *)backend->alloc_host(sizeof(AdamwStep), stream);
     gpt->result_host = (StepResult *)backend->alloc_host(sizeof(StepResult), stream);
     gpt->act = activation_layout(config, options, backend, attention);
@@ -418,12 +428,12 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
     gpt->moments = plan.optimizer ? (float *)backend->alloc(plan.optimizer, stream) : NULL;
     gpt->activations = (char *)backend->alloc(plan.activations, stream);
     gpt->scratch = (char *)backend->alloc(plan.scratch, stream);
-    if (!gpt->tensors || !gpt->batch_host || (options->training && !gpt->upload_host) || !gpt->step_host || !gpt->result_host ||
-        !gpt->parameters || (plan.gradients && !gpt->gradients) ||
-        (plan.optimizer && !gpt->moments) || !gpt->activations || !gpt->scratch) {
+    if (!gpt->tensors || !gpt->batch_host || (options->training && !gpt->upload_host) || !gpt->step_host ||
+        !gpt->result_host || !gpt->parameters || (plan.gradients && !gpt->gradients) || (plan.optimizer && !gpt->moments) ||
+        !gpt->activations || !gpt->scratch) {
         available = backend->memory_available(stream);
-        plan_fault(config, options, backend, attention, available < (int64_t)plan.total ? available : (int64_t)plan.total - 1,
-                   error, error_size);
+        plan_fault(config, options, backend, attention,
+                   available < (int64_t)plan.total ? available : (int64_t)plan.total - 1, error, error_size);
         gpt_free(gpt);
         return NULL;
     }
@@ -459,7 +469,7 @@ size_t gpt_tensor_count(const Gpt *gpt) { return gpt->tensor_count; }
 const GptTensor *gpt_tensor(const Gpt *gpt, size_t i) { return &gpt->tensors[i]; }
 const char *gpt_fault(const Gpt *gpt) { return gpt->fault; }
 
-/* --- parameters from and to the host -------------------------------------------------------------------------------------- */
+/* --- parameters from and to the host ----------------------------------------------------------------------------------- */
 
 static float *flat_buffer(const Gpt *gpt, GptBuffer buffer)
 {
@@ -472,7 +482,10 @@ static float *flat_buffer(const Gpt *gpt, GptBuffer buffer)
 }
 
 /* A parameter in the working type. */
-static char *parameter_at(const Gpt *gpt, int64_t offset) { return (char *)gpt->parameters + (size_t)offset * gpt->backend->element; }
+static char *parameter_at(const Gpt *gpt, int64_t offset)
+{
+    return (char *)gpt->parameters + (size_t)offset * gpt->backend->element;
+}
 
 void gpt_read(const Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t count, float *host)
 {
@@ -580,7 +593,7 @@ const GptTensor *gpt_find_nonfinite(const Gpt *gpt, GptBuffer buffer)
     return found;
 }
 
-/* --- forward --------------------------------------------------------------------------------------------------------------- */
+/* --- forward ----------------------------------------------------------------------------------------------------------- */
 
 /* Activation of layer l (any l for those of the model). */
 static void *act_at(const Gpt *gpt, Activation a, int64_t l)
@@ -625,11 +638,11 @@ static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, const float
     be->linear_forward(act_at(gpt, ACT_QKV, l), act_at(gpt, ACT_LN1, l), weight_at(gpt, GPT_QKV_W, l),
                        weight_at(gpt, GPT_QKV_B, l), N, C, 3 * C, gpt->stream);
     attention_forward(gpt, l, B, T);
-    be->linear_forward(branch, act_at(gpt, ACT_ATT, l), weight_at(gpt, GPT_PROJ_W, l), weight_at(gpt, GPT_PROJ_B, l), N, C, C,
-                       gpt->stream);
-    be->residual_layernorm_forward(resid_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l), (float *)act_at(gpt, ACT_LN2_MEAN, l),
-                                   (float *)act_at(gpt, ACT_LN2_RSTD, l), resid, branch, weight_at(gpt, GPT_LN2_W, l),
-                                   weight_at(gpt, GPT_LN2_B, l), N, C, gpt->stream);
+    be->linear_forward(branch, act_at(gpt, ACT_ATT, l), weight_at(gpt, GPT_PROJ_W, l), weight_at(gpt, GPT_PROJ_B, l), N, C,
+                       C, gpt->stream);
+    be->residual_layernorm_forward(resid_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l),
+                                   (float *)act_at(gpt, ACT_LN2_MEAN, l), (float *)act_at(gpt, ACT_LN2_RSTD, l), resid,
+                                   branch, weight_at(gpt, GPT_LN2_W, l), weight_at(gpt, GPT_LN2_B, l), N, C, gpt->stream);
     be->linear_gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), act_at(gpt, ACT_LN2, l),
                             weight_at(gpt, GPT_FC_W, l), weight_at(gpt, GPT_FC_B, l), N, C, 4 * C, gpt->stream);
 }
@@ -643,9 +656,11 @@ static void block_finish(Gpt *gpt, int64_t l, int64_t N)
     be->linear_forward(branch, act_at(gpt, ACT_GELU, l), weight_at(gpt, GPT_FCPROJ_W, l), weight_at(gpt, GPT_FCPROJ_B, l), N,
                        4 * C, C, gpt->stream);
     int last = l + 1 == gpt->config.layers;
-    Activation out = last ? ACT_LNF : ACT_LN1, mean = last ? ACT_LNF_MEAN : ACT_LN1_MEAN, rstd = last ? ACT_LNF_RSTD : ACT_LN1_RSTD;
-    be->residual_layernorm_forward(resid_at(gpt, ACT_RESID, l + 1), act_at(gpt, out, l + 1), (float *)act_at(gpt, mean, l + 1),
-                                   (float *)act_at(gpt, rstd, l + 1), resid_at(gpt, ACT_RESID_MID, l), branch,
+    Activation out = last ? ACT_LNF : ACT_LN1, mean = last ? ACT_LNF_MEAN : ACT_LN1_MEAN,
+               rstd = last ? ACT_LNF_RSTD : ACT_LN1_RSTD;
+    be->residual_layernorm_forward(resid_at(gpt, ACT_RESID, l + 1), act_at(gpt, out, l + 1),
+                                   (float *)act_at(gpt, mean, l + 1), (float *)act_at(gpt, rstd, l + 1),
+                                   resid_at(gpt, ACT_RESID_MID, l), branch,
                                    weight_at(gpt, last ? GPT_LNF_W : GPT_LN1_W, l + 1),
                                    weight_at(gpt, last ? GPT_LNF_B : GPT_LN1_B, l + 1), N, C, gpt->stream);
 }
@@ -659,7 +674,8 @@ static void block_start(Gpt *gpt, int64_t l, int64_t N)
                                     gpt->stream);
 }
 
-/* Lays a batch of N tokens out as ACT_BATCH: tokens, targets (NULL: none) and, where it will be wanted, the embedding's plan. */
+/* Lays a batch of N tokens out as ACT_BATCH: tokens, targets (NULL: none) and, where it will be wanted, the embedding's
+ * plan. */
 static void batch_lay_out(int32_t *batch, const int32_t *tokens, const int32_t *targets, int64_t N, int with_plan)
 {
     memcpy(batch, tokens, (size_t)N * sizeof *tokens);
@@ -684,8 +700,8 @@ static void model_forward(Gpt *gpt, int64_t B, int64_t T)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T;
-    be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0), weight_at(gpt, GPT_WPE, 0), B,
-                          T, gpt->config.channels, gpt->stream);
+    be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0),
+                          weight_at(gpt, GPT_WPE, 0), B, T, gpt->config.channels, gpt->stream);
     block_start(gpt, 0, N);
     for (int64_t l = 0; l < gpt->config.layers; l++) {
         block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l));
@@ -693,8 +709,8 @@ static void model_forward(Gpt *gpt, int64_t B, int64_t T)
     }
 }
 
-/* Adds the losses of all rows to the result, chunk by chunk; where dscale is not 0 also dnorm = the gradient of ln_f's output, and
- * wte's gradient. */
+/* Adds the losses of all rows to the result, chunk by chunk; where dscale is not 0 also dnorm = the gradient of ln_f's
+ * output, and wte's gradient. */
 static void classify(Gpt *gpt, int64_t N, float dscale)
 {
     const Backend *be = gpt->backend;
@@ -707,8 +723,8 @@ static void classify(Gpt *gpt, int64_t N, float dscale)
         int64_t n = N - first < gpt->chunk ? N - first : gpt->chunk;
         char *rows = hidden + (size_t)first * row;
         be->linear_forward(logits, rows, wte, NULL, n, C, gpt->Vp, gpt->stream);
-        be->loss_forward_backward(losses + first, logits, batch_targets(gpt, N) + first, dscale, n, gpt->config.vocab, gpt->Vp,
-                                  gpt->stream);
+        be->loss_forward_backward(losses + first, logits, batch_targets(gpt, N) + first, dscale, n, gpt->config.vocab,
+                                  gpt->Vp, gpt->stream);
         if (dscale == 0) continue;
         be->linear_backward_input(gpt->scratch + gpt->layout.dnorm + (size_t)first * row, logits, wte, NULL, n, C, gpt->Vp,
                                   gpt->stream);
@@ -742,7 +758,8 @@ void gpt_logits(Gpt *gpt, float *logits, const int32_t *tokens, int64_t T)
     int64_t C = gpt->config.channels, V = gpt->config.vocab;
     batch_copy_in(gpt, tokens, NULL, T, 0);
     model_forward(gpt, 1, T);
-    char *row = (char *)act_at(gpt, ACT_LNF, 0) + (size_t)((T - 1) * C) * be->element, *out = gpt->scratch + gpt->layout.logits;
+    char *row = (char *)act_at(gpt, ACT_LNF, 0) + (size_t)((T - 1) * C) * be->element,
+         *out = gpt->scratch + gpt->layout.logits;
     be->linear_forward(out, row, weight_at(gpt, GPT_WTE, 0), NULL, 1, C, gpt->Vp, gpt->stream);
     if (be->dtype == DTYPE_FP32) {
         be->copy_out(logits, out, (size_t)V * 4, gpt->stream);
@@ -756,7 +773,7 @@ void gpt_logits(Gpt *gpt, float *logits, const int32_t *tokens, int64_t T)
     }
 }
 
-/* --- backward and update --------------------------------------------------------------------------------------------------- */
+/* --- backward and update ----------------------------------------------------------------------------------------------- */
 
 static void attention_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 {
@@ -787,9 +804,10 @@ static void mlp_backward(Gpt *gpt, int64_t l, int64_t N)
     void *dpre = gpt->scratch + gpt->layout.dpre, *work = gpt->scratch + gpt->layout.work;
     be->linear_backward_weight(gradient_at(gpt, GPT_FCPROJ_W, l), gradient_at(gpt, GPT_FCPROJ_B, l), work, dresid,
                                act_at(gpt, ACT_GELU, l), N, 4 * C, C, gpt->stream);
-    be->linear_backward_input(dpre, dresid, weight_at(gpt, GPT_FCPROJ_W, l), act_at(gpt, ACT_PRE, l), N, 4 * C, C, gpt->stream);
-    be->linear_backward_weight(gradient_at(gpt, GPT_FC_W, l), gradient_at(gpt, GPT_FC_B, l), work, dpre, act_at(gpt, ACT_LN2, l),
-                               N, C, 4 * C, gpt->stream);
+    be->linear_backward_input(dpre, dresid, weight_at(gpt, GPT_FCPROJ_W, l), act_at(gpt, ACT_PRE, l), N, 4 * C, C,
+                              gpt->stream);
+    be->linear_backward_weight(gradient_at(gpt, GPT_FC_W, l), gradient_at(gpt, GPT_FC_B, l), work, dpre,
+                               act_at(gpt, ACT_LN2, l), N, C, 4 * C, gpt->stream);
     be->linear_backward_input(dnorm, dpre, weight_at(gpt, GPT_FC_W, l), NULL, N, C, 4 * C, gpt->stream);
     be->layernorm_backward(dresid_at(gpt), dresid, gradient_at(gpt, GPT_LN2_W, l), gradient_at(gpt, GPT_LN2_B, l), work,
                            dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID_MID, l), weight_at(gpt, GPT_LN2_W, l),
@@ -811,8 +829,8 @@ static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
                                act_at(gpt, ACT_LN1, l), N, C, 3 * C, gpt->stream);
     be->linear_backward_input(dnorm, dqkv, weight_at(gpt, GPT_QKV_W, l), NULL, N, C, 3 * C, gpt->stream);
     /* Below the first block no product reads dresid, only the embedding, in fp32. */
-    be->layernorm_backward(dresid_at(gpt), l ? dresid : NULL, gradient_at(gpt, GPT_LN1_W, l), gradient_at(gpt, GPT_LN1_B, l), work,
-                           dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID, l), weight_at(gpt, GPT_LN1_W, l),
+    be->layernorm_backward(dresid_at(gpt), l ? dresid : NULL, gradient_at(gpt, GPT_LN1_W, l), gradient_at(gpt, GPT_LN1_B, l),
+                           work, dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID, l), weight_at(gpt, GPT_LN1_W, l),
                            (float *)act_at(gpt, ACT_LN1_MEAN, l), (float *)act_at(gpt, ACT_LN1_RSTD, l), N, C, gpt->stream);
 }
 
@@ -826,10 +844,11 @@ static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
     if (dscale == 0) return;
 
     /* The stream ends in ln_f: nothing flows along beside it. */
-    be->layernorm_backward(dresid_at(gpt), dresid_real_at(gpt), gradient_at(gpt, GPT_LNF_W, 0), gradient_at(gpt, GPT_LNF_B, 0),
-                           gpt->scratch + gpt->layout.work, NULL, gpt->scratch + gpt->layout.dnorm,
-                           resid_at(gpt, ACT_RESID, gpt->config.layers), weight_at(gpt, GPT_LNF_W, 0),
-                           (float *)act_at(gpt, ACT_LNF_MEAN, 0), (float *)act_at(gpt, ACT_LNF_RSTD, 0), N, C, gpt->stream);
+    be->layernorm_backward(dresid_at(gpt), dresid_real_at(gpt), gradient_at(gpt, GPT_LNF_W, 0),
+                           gradient_at(gpt, GPT_LNF_B, 0), gpt->scratch + gpt->layout.work, NULL,
+                           gpt->scratch + gpt->layout.dnorm, resid_at(gpt, ACT_RESID, gpt->config.layers),
+                           weight_at(gpt, GPT_LNF_W, 0), (float *)act_at(gpt, ACT_LNF_MEAN, 0),
+                           (float *)act_at(gpt, ACT_LNF_RSTD, 0), N, C, gpt->stream);
     for (int64_t l = gpt->config.layers - 1; l >= 0; l--) {
         if (gpt->options.recompute == GPT_RECOMPUTE_BLOCK) {
             block_start(gpt, l, N);
@@ -874,7 +893,7 @@ float gpt_update(Gpt *gpt, const AdamwStep *step)
     return norm;
 }
 
-/* --- a whole update, queued ------------------------------------------------------------------------------------------------ */
+/* --- a whole update, queued -------------------------------------------------------------------------------------------- */
 
 /* Where micro-batch m of an update lies, in host memory and on the device; half alternates between updates. */
 static size_t upload_offset(const Gpt *gpt, int half, int64_t m)
@@ -892,8 +911,8 @@ void gpt_upload(Gpt *gpt, int64_t m, const int32_t *tokens, const int32_t *targe
     gpt->backend->upload((char *)act_at(gpt, ACT_UPLOADS, 0) + offset, host, batch_bytes(N), gpt->stream);
 }
 
-/* Queues forward and backward of the batch on the device, from a recording where the backend can make one. The first time nothing
- * is recorded: libraries set themselves up then. */
+/* Queues forward and backward of the batch on the device, from a recording where the backend can make one. The first time
+ * nothing is recorded: libraries set themselves up then. */
 static void micro_step_queue(Gpt *gpt, float dscale)
 {
     const Backend *be = gpt->backend;
@@ -938,7 +957,8 @@ void gpt_step_launch(Gpt *gpt, int64_t micro_steps, float dscale, const AdamwSte
     be->zero(result_at(gpt), sizeof(StepResult), gpt->stream);
     gpt_zero_gradients(gpt);
     for (int64_t m = 0; m < micro_steps; m++) {
-        be->copy(act_at(gpt, ACT_BATCH, 0), (char *)act_at(gpt, ACT_UPLOADS, 0) + upload_offset(gpt, gpt->next, m), bytes, gpt->stream);
+        be->copy(act_at(gpt, ACT_BATCH, 0), (char *)act_at(gpt, ACT_UPLOADS, 0) + upload_offset(gpt, gpt->next, m), bytes,
+                 gpt->stream);
         micro_step_queue(gpt, dscale);
     }
     update_queue(gpt);

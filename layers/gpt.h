@@ -70,7 +70,8 @@ typedef struct Gpt Gpt;
 const char *gpt_config_fault(const GptConfig *config, char *text, size_t size);
 
 /* The plan for these choices; allocates nothing. attention may be NULL: its buffers are then not counted. */
-GptPlan gpt_plan(const GptConfig *config, const GptOptions *options, const Backend *backend, const AttentionKernel *attention);
+GptPlan gpt_plan(const GptConfig *config, const GptOptions *options, const Backend *backend,
+                 const AttentionKernel *attention);
 
 /* Allocates what gpt_plan says. Parameters are undefined until gpt_init_random or gpt_write; moments are zero. Returns NULL
  * with a sentence where memory is short (by how much, and which batch would fit). */
@@ -84,8 +85,8 @@ const char *gpt_fault(const Gpt *gpt);
 size_t gpt_tensor_count(const Gpt *gpt);
 const GptTensor *gpt_tensor(const Gpt *gpt, size_t i);
 
-/* Copies rows [first, first+count) of tensor i between a flat buffer and host memory (count, columns) fp32, in the model's own
- * row-major layout. Writing GPT_PARAMETERS sets both the fp32 master and the working copy. */
+/* Copies rows [first, first+count) of tensor i between a flat buffer and host memory (count, columns) fp32, in the model's
+ * own row-major layout. Writing GPT_PARAMETERS sets both the fp32 master and the working copy. */
 void gpt_read(const Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t count, float *host);
 void gpt_write(Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t count, const float *host);
 
@@ -94,8 +95,8 @@ void gpt_write(Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t coun
 void gpt_init_random(Gpt *gpt, uint64_t seed);
 
 /* Loss of tokens (B,T) against targets (B,T), both in host memory, -1 in targets for one that does not count:
- * the sum over counted tokens, in double. Forward only. B and T up to those of the options. A call of gpt_loss, gpt_logits or
- * gpt_backward overwrites the activations of the last. */
+ * the sum over counted tokens, in double. Forward only. B and T up to those of the options. A call of gpt_loss, gpt_logits
+ * or gpt_backward overwrites the activations of the last. */
 double gpt_loss(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);
 
 /* Forward and backward; gradients += dscale * d(sum of losses)/d(parameters). Returns the sum of losses, as gpt_loss. */

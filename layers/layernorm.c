@@ -138,8 +138,8 @@ void layernorm_backward_cpu(float *dx, void *rounded, float *dweight, float *dbi
             float *line = partial + k * 2 * C;
             memset(line, 0, (size_t)(2 * C) * sizeof(float));
             for (int64_t n = k * rows; n < cpu_min((k + 1) * rows, N); n++)
-                row_backward(dx + n * C, line, line + C, dresid ? dresid + n * C : NULL, (const float *)dout + n * C, x + n * C,
-                             weight, mean[n], rstd[n], C);
+                row_backward(dx + n * C, line, line + C, dresid ? dresid + n * C : NULL, (const float *)dout + n * C,
+                             x + n * C, weight, mean[n], rstd[n], C);
         }
 #pragma omp for schedule(static)
         for (int64_t start = 0; start < C; start += COLUMNS) {

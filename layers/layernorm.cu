@@ -40,10 +40,10 @@ static bool quads_fit(int64_t C, uintptr_t floats, uintptr_t reals)
     return C % 4 == 0 && floats % sizeof(Quad<float>) == 0 && reals % sizeof(Quad<Real>) == 0;
 }
 
-/* --- forward --------------------------------------------------------------------------------------------------------------- */
+/* --- forward ----------------------------------------------------------------------------------------------------------- */
 
-/* Does channel c, in quad q of QUADS, lie within the row? Kernels are compiled for 1 to 4 quads and at most 3 apart from there, so only
- * of the last 3 it is a question. */
+/* Does channel c, in quad q of QUADS, lie within the row? Kernels are compiled for 1 to 4 quads and at most 3 apart from
+ * there, so only of the last 3 it is a question. */
 template <int QUADS>
 __device__ __forceinline__ bool within(int q, int c, int C) { return q + (QUADS > 4 ? 3 : 1) < QUADS || c < C; }
 
@@ -102,8 +102,8 @@ __global__ void layernorm_forward_kernel(float *sum, Real *out, float *mean, flo
 
 /* The same for any C and alignment: a block a row. */
 template <typename Real, bool RESIDUAL>
-__global__ void layernorm_forward_general_kernel(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y,
-                                                 const Real *weight, const Real *bias, int64_t C)
+__global__ void layernorm_forward_general_kernel(float *sum, Real *out, float *mean, float *rstd, const float *x,
+                                                 const Real *y, const Real *weight, const Real *bias, int64_t C)
 {
     SHARED(float, room, 32);
     int64_t row = blockIdx.x;
@@ -137,7 +137,8 @@ static void forward(float *sum, Real *out, float *mean, float *rstd, const float
 {
     int quads = quads_for(C, 32);
     unsigned grid = blocks_for(N, FORWARD_WARPS);
-    if (!quads_fit<Real>(C, (uintptr_t)sum | (uintptr_t)x, (uintptr_t)out | (uintptr_t)y | (uintptr_t)weight | (uintptr_t)bias))
+    if (!quads_fit<Real>(C, (uintptr_t)sum | (uintptr_t)x,
+                         (uintptr_t)out | (uintptr_t)y | (uintptr_t)weight | (uintptr_t)bias))
         quads = QUADS_MOST_FORWARD + 1;
 #define FORWARD(Q)                                                                                                          \
     if (quads <= Q) {                                                                                                       \
@@ -155,13 +156,13 @@ static void forward(float *sum, Real *out, float *mean, float *rstd, const float
     FORWARD(13)
     FORWARD(QUADS_MOST_FORWARD)
 #undef FORWARD
-    LAUNCH(KERNEL(layernorm_forward_general_kernel<Real, RESIDUAL>), (unsigned)N, GENERAL_THREADS, 0, stream, sum, out, mean, rstd, x, y,
-           weight, bias, C);
+    LAUNCH(KERNEL(layernorm_forward_general_kernel<Real, RESIDUAL>), (unsigned)N, GENERAL_THREADS, 0, stream, sum, out, mean,
+           rstd, x, y, weight, bias, C);
 }
 
 template <typename Real>
-void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias, int64_t N,
-                            int64_t C, Stream *stream)
+void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
+                            int64_t N, int64_t C, Stream *stream)
 {
     forward<Real, false>(NULL, (Real *)out, mean, rstd, x, NULL, (const Real *)weight, (const Real *)bias, N, C, stream);
 }
@@ -170,12 +171,14 @@ template <typename Real>
 void residual_layernorm_forward_cuda(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
                                      const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream)
 {
-    forward<Real, true>(sum, (Real *)out, mean, rstd, x, (const Real *)y, (const Real *)weight, (const Real *)bias, N, C, stream);
+    forward<Real, true>(sum, (Real *)out, mean, rstd, x, (const Real *)y, (const Real *)weight, (const Real *)bias, N, C,
+                        stream);
 }
 
-/* --- backward -------------------------------------------------------------------------------------------------------------- */
+/* --- backward ---------------------------------------------------------------------------------------------------------- */
 
-/* Rows that a team has under way at once, where a lane has `quads` of each: several of narrow ones, or too few bytes would be. */
+/* Rows that a team has under way at once, where a lane has `quads` of each: several of narrow ones, or too few bytes would
+ * be. */
 static __host__ __device__ constexpr int rows_of(int quads) { return quads == 1 ? 4 : quads <= 3 ? 2 : 1; }
 
 /* What the backward kernels read and write: see layernorm_backward in backend.h. */
@@ -192,10 +195,11 @@ struct Backward {
     int C;
 };
 
-/* dx and rounded; partial (gridDim.x, 2, C) = this block's dweight and dbias. TEAM warps share a row and take ROWS rows at a time; a block's
- * teams walk the rows in strides. All loads of those rows are under way before the first is used, and dout stays packed until then: the
- * sums for dweight and dbias leave few registers for anything else. Dynamic shared memory: (BACKWARD_WARPS / TEAM) * C floats for those
- * sums in the end, and behind them the weights (C) and, for the sums over a row, two sets of 2 * ROWS * BACKWARD_WARPS floats. */
+/* dx and rounded; partial (gridDim.x, 2, C) = this block's dweight and dbias. TEAM warps share a row and take ROWS rows at a
+ * time; a block's teams walk the rows in strides. All loads of those rows are under way before the first is used, and dout
+ * stays packed until then: the sums for dweight and dbias leave few registers for anything else. Dynamic shared memory:
+ * (BACKWARD_WARPS / TEAM) * C floats for those sums in the end, and behind them the weights (C) and, for the sums over a
+ * row, two sets of 2 * ROWS * BACKWARD_WARPS floats. */
 template <typename Real, int QUADS, int TEAM>
 __global__ void __launch_bounds__(32 * BACKWARD_WARPS, 1)
 layernorm_backward_kernel(float *partial, const Backward<Real> a)
@@ -289,7 +293,8 @@ layernorm_backward_kernel(float *partial, const Backward<Real> a)
                 float updated[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    updated[i] = fmaf(norm[r][q][i], slope, fmaf(raw_at(gradient[r][q], i) * w.v[i], s[r], raw_at(old[r][q], i) + shift));
+                    updated[i] = fmaf(norm[r][q][i], slope,
+                                      fmaf(raw_at(gradient[r][q], i) * w.v[i], s[r], raw_at(old[r][q], i) + shift));
                 pack_store<float, 4>(a.dx + (row + r) * C + c, updated);
                 if (sizeof(Real) < sizeof(float) && a.rounded) pack_store<Real, 4>(a.rounded + (row + r) * C + c, updated);
             }
@@ -362,8 +367,8 @@ __global__ void layernorm_columns_kernel(float *partial, const Backward<Real> a)
     partial[((int64_t)blockIdx.y * 2 + 1) * C + c] = b;
 }
 
-/* a (n) += sum over rows of src (rows, stride) from column 0, b (n) from column n, where b is not NULL: threads (32, COLUMN_WARPS), a
- * block takes 32 columns, blockIdx.y picks a or b. */
+/* a (n) += sum over rows of src (rows, stride) from column 0, b (n) from column n, where b is not NULL: threads (32,
+ * COLUMN_WARPS), a block takes 32 columns, blockIdx.y picks a or b. */
 __global__ void columns_add_kernel(float *a, float *b, const float *src, int64_t rows, int64_t n, int64_t stride)
 {
     SHARED(float, part, COLUMN_WARPS * 32);
@@ -381,7 +386,8 @@ __global__ void columns_add_kernel(float *a, float *b, const float *src, int64_t
 
 void columns_add_cuda(float *a, float *b, const float *src, int64_t rows, int64_t n, int64_t stride, Stream *stream)
 {
-    LAUNCH(columns_add_kernel, dim3(blocks_for(n, 32), b ? 2 : 1), dim3(32, COLUMN_WARPS), 0, stream, a, b, src, rows, n, stride);
+    LAUNCH(columns_add_kernel, dim3(blocks_for(n, 32), b ? 2 : 1), dim3(32, COLUMN_WARPS), 0, stream, a, b, src, rows, n,
+           stride);
 }
 
 /* Blocks of the backward kernels, at most: scratch has two rows for each. */
@@ -397,7 +403,8 @@ size_t layernorm_scratch_cuda(int64_t N, int64_t C)
 template <typename Real>
 static unsigned backward_registers(float *partial, const Backward<Real> &a, Stream *stream)
 {
-    uintptr_t floats = (uintptr_t)a.dx | (uintptr_t)a.dresid | (uintptr_t)a.x, reals = (uintptr_t)a.dout | (uintptr_t)a.rounded;
+    uintptr_t floats = (uintptr_t)a.dx | (uintptr_t)a.dresid | (uintptr_t)a.x,
+              reals = (uintptr_t)a.dout | (uintptr_t)a.rounded;
     int team = 1;
     while (team < 4 && quads_for(a.C, 32 * team) > QUADS_MOST_BACKWARD) team *= 2;
     int quads = quads_for(a.C, 32 * team), rows = rows_of(quads);
@@ -405,7 +412,8 @@ static unsigned backward_registers(float *partial, const Backward<Real> &a, Stre
     unsigned blocks = blocks_for(a.N, BACKWARD_WARPS / team * rows), most = (unsigned)stream->processors;
     if (most > BACKWARD_BLOCKS) most = BACKWARD_BLOCKS;
     if (blocks > most) blocks = most;
-    size_t shared = ((size_t)(BACKWARD_WARPS / team + 1) * (size_t)a.C + 2 * 2 * (size_t)rows * BACKWARD_WARPS) * sizeof(float);
+    size_t shared = ((size_t)(BACKWARD_WARPS / team + 1) * (size_t)a.C + 2 * 2 * (size_t)rows * BACKWARD_WARPS) *
+                    sizeof(float);
 #define BACKWARD(Q, TEAM)                                                                                                   \
     if (quads == Q && team == TEAM)                                                                                         \
         LAUNCH(KERNEL(layernorm_backward_kernel<Real, Q, TEAM>), blocks, 32 * BACKWARD_WARPS, shared, stream, partial, a);
@@ -430,7 +438,8 @@ void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *db
                              const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
                              int64_t N, int64_t C, Stream *stream)
 {
-    const Backward<Real> a = {dx, (Real *)rounded, dresid, (const Real *)dout, x, (const Real *)weight, mean, rstd, N, (int)C};
+    const Backward<Real> a = {dx, (Real *)rounded, dresid, (const Real *)dout, x, (const Real *)weight, mean, rstd,
+                              N,  (int)C};
     float *partial = (float *)scratch;
     if (N < 1) return;
     unsigned blocks = backward_registers<Real>(partial, a, stream);
@@ -444,10 +453,12 @@ void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *db
 }
 
 #define INSTANTIATE(Real)                                                                                                   \
-    template void layernorm_forward_cuda<Real>(void *, float *, float *, const float *, const void *, const void *, int64_t, int64_t, Stream *); \
-    template void residual_layernorm_forward_cuda<Real>(float *, void *, float *, float *, const float *, const void *, const void *, \
-                                                        const void *, int64_t, int64_t, Stream *);                          \
-    template void layernorm_backward_cuda<Real>(float *, void *, float *, float *, void *, const float *, const void *, const float *, \
-                                                const void *, const float *, const float *, int64_t, int64_t, Stream *);
+    template void layernorm_forward_cuda<Real>(void *, float *, float *, const float *, const void *, const void *, int64_t,\
+                                               int64_t, Stream *);                                                          \
+    template void residual_layernorm_forward_cuda<Real>(float *, void *, float *, float *, const float *, const void *,     \
+                                                        const void *, const void *, int64_t, int64_t, Stream *);            \
+    template void layernorm_backward_cuda<Real>(float *, void *, float *, float *, void *, const float *, const void *,     \
+                                                const float *, const void *, const float *, const float *, int64_t,         \
+                                                int64_t, Stream *);
 INSTANTIATE(float)
 INSTANTIATE(__nv_bfloat16)

@@ -11,14 +11,15 @@
  * function unit, ex2, of which a multiprocessor does 16 a clock: 6300 clocks for both passes of a row of 50257, beside 11000
  * that its bf16 bytes take.
  *
- * Exponentials are 2^(x log2(e) - base), with base = the largest x times log2(e), rounded: an error of that base, which may be
- * large, is in every term alike and so not in their ratios; the loss takes it out again. Logits beyond 2.3e38 give NaN.
+ * Exponentials are 2^(x log2(e) - base), with base = the largest x times log2(e), rounded: an error of that base, which may
+ * be large, is in every term alike and so not in their ratios; the loss takes it out again. Logits beyond 2.3e38 give NaN.
  */
 #include "layers/cuda.h"
 
 static const float LOG2_E = 1.44269504088896341f;
 
-/* 2^x within 2 units in the last place, 0 for results below 2^-126: what exp2f spends on those would be half of this kernel. */
+/* 2^x within 2 units in the last place, 0 for results below 2^-126: what exp2f spends on those would be half of this
+ * kernel. */
 #ifdef SIMT_EMULATION
 static inline float exp2_normal(float x) { return x < -126 ? 0.0f : exp2f(x); }
 #else
@@ -34,12 +35,13 @@ __device__ __forceinline__ float exp2_normal(float x)
 template <typename Real> struct LossShape { enum { LOADS = 4, BLOCKS = 1 }; };
 template <> struct LossShape<__nv_bfloat16> { enum { LOADS = 2, BLOCKS = 2 }; };
 
-/* What is subtracted in the exponent where the largest logit is `most`, which may be -infinity. Never fused into what follows: the same
- * rounding wherever it is used. */
+/* What is subtracted in the exponent where the largest logit is `most`, which may be -infinity. Never fused into what
+ * follows: the same rounding wherever it is used. */
 __device__ __forceinline__ float scaled(float most) { return __fmul_rn(most, LOG2_E); }
 __device__ __forceinline__ float base_of(float most) { return most == -INFINITY ? 0.0f : scaled(most); }
 
-/* A row's loss and gradient. The first `packs` packs lie below V and are taken whole, what is left of V and Vp one by one. */
+/* A row's loss and gradient. The first `packs` packs lie below V and are taken whole, what is left of V and Vp one by
+ * one. */
 template <typename Real>
 __global__ void __launch_bounds__(1024, LossShape<Real>::BLOCKS)
 loss_kernel(float *losses, Real *logits, const int32_t *targets, float dscale, int packs, int V, int Vp)
@@ -86,7 +88,8 @@ loss_kernel(float *losses, Real *logits, const int32_t *targets, float dscale, i
 
     const float row_most = block_max(most, room), base = base_of(row_most);
     const float row_sum = block_sum(sum * exp2_normal(scaled(most) - base), room);
-    /* The term of the largest logit should be 1, and is what the rounding of base makes it: so is every other, and the sum. */
+    /* The term of the largest logit should be 1, and is what the rounding of base makes it: so is every other, and the
+     * sum. */
     if (owner) losses[blockIdx.x] = logf(row_sum / exp2_normal(fmaf(row_most, LOG2_E, -base))) + (row_most - chosen);
     if (dscale == 0) return;
 
@@ -110,12 +113,13 @@ loss_kernel(float *losses, Real *logits, const int32_t *targets, float dscale, i
 }
 
 template <typename Real>
-void loss_forward_backward_cuda(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V, int64_t Vp,
-                                Stream *stream)
+void loss_forward_backward_cuda(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V,
+                                int64_t Vp, Stream *stream)
 {
     const int64_t packs = packs_fit<Real>(Vp, logits) ? V / PackWidth<Real>::value : 0, wanted = packs ? packs : V;
     const unsigned threads = wanted >= 1024 ? 1024 : blocks_for(wanted, 32) * 32;
-    LAUNCH(loss_kernel<Real>, (unsigned)N, threads, 0, stream, losses, (Real *)logits, targets, dscale, (int)packs, (int)V, (int)Vp);
+    LAUNCH(loss_kernel<Real>, (unsigned)N, threads, 0, stream, losses, (Real *)logits, targets, dscale, (int)packs, (int)V,
+           (int)Vp);
 }
 
 /* *total += sum of losses (N), in double, in one fixed order. One block. */
@@ -138,7 +142,8 @@ void losses_sum_cuda(double *total, const float *losses, int64_t N, Stream *stre
     LAUNCH(losses_sum_kernel, 1, 1024, 0, stream, total, losses, N);
 }
 
-#define INSTANTIATE(Real)                                                                                                   \
-    template void loss_forward_backward_cuda<Real>(float *, void *, const int32_t *, float, int64_t, int64_t, int64_t, Stream *);
+#define INSTANTIATE(Real)                                                                                              \
+    template void loss_forward_backward_cuda<Real>(float *, void *, const int32_t *, float, int64_t, int64_t, int64_t, \
+                                                   Stream *);
 INSTANTIATE(float)
 INSTANTIATE(__nv_bfloat16)

@@ -34,8 +34,8 @@ static const struct Bound {
     [DTYPE_BF16] = {1.5e-3, 2e-2, 5e-2, 3e-2, 1e-3, 6e-3, 2e-1},
 };
 
-/* The same of many layers that each add little to the residual stream: gradients in bf16 are off by 8e-3 of the largest and 5e-3 in
- * the mean where the stream is fp32, by 2e-2 and 1.6e-2 where it is rounded to bf16 (seen of several seeds). */
+/* The same of many layers that each add little to the residual stream: gradients in bf16 are off by 8e-3 of the largest and
+ * 5e-3 in the mean where the stream is fp32, by 2e-2 and 1.6e-2 where it is rounded to bf16 (seen of several seeds). */
 static const struct Bound DEEP_BOUNDS[DTYPE_COUNT] = {
     [DTYPE_FP32] = {2e-7, 2e-6, 6e-6, 4e-6, 1e-7, 3e-7, 5e-5},
     [DTYPE_BF16] = {1.5e-3, 2e-2, 1.2e-2, 8e-3, 1e-3, 6e-3, 2e-1},

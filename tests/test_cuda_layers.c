@@ -122,7 +122,8 @@ static void tensor_check(const Tensor *t, const char *name, float *first)
 {
     float *got = tensor_read(t);
     double largest = t->terms, round = t->fp32 ? 0 : BOUNDS[gpu->dtype].round;
-    double sum = BOUNDS[t->fp32 && !t->coarse ? DTYPE_FP32 : gpu->dtype].sum + (rounded_twice ? BOUNDS[gpu->dtype].twice : 0);
+    double sum = BOUNDS[t->fp32 && !t->coarse ? DTYPE_FP32 : gpu->dtype].sum +
+                 (rounded_twice ? BOUNDS[gpu->dtype].twice : 0);
     for (int64_t i = 0; i < t->n; i++)
         if (isfinite(t->cpu[i])) largest = fmax(largest, fabs((double)t->cpu[i]));
     for (int64_t i = 0; i < t->n; i++) {
@@ -173,19 +174,21 @@ static void free_all(Tensor **tensors, size_t count)
 }
 #define FREE(...) do { Tensor *list[] = {__VA_ARGS__}; free_all(list, sizeof list / sizeof *list); } while (0)
 
-/* Both ways to call layernorm_backward that the model has: dx over dresid with a rounded copy, and dx alone, with neither. The copy is
- * exactly dx rounded. */
+/* Both ways to call layernorm_backward that the model has: dx over dresid with a rounded copy, and dx alone, with neither.
+ * The copy is exactly dx rounded. */
 static void test_layernorm_backward(Tensor *x, Tensor *w, Tensor *mean, Tensor *rstd, int64_t N, int64_t C)
 {
-    Tensor dx = tensor_new(N * C, 1, RANDOM, 1), alone = tensor_new(N * C, 1, NOTHING, 0), dout = tensor_new(N * C, 0, RANDOM, 1);
+    Tensor dx = tensor_new(N * C, 1, RANDOM, 1), alone = tensor_new(N * C, 1, NOTHING, 0),
+           dout = tensor_new(N * C, 0, RANDOM, 1);
     Tensor rounded = tensor_new(N * C, 0, NOTHING, 0);
     Tensor dw = tensor_new(C, 1, RANDOM, 1), db = tensor_new(C, 1, RANDOM, 1);
     void *scratch = scratch_new(gpu->layernorm_scratch(N, C)), *cpu_scratch = malloc(cpu->layernorm_scratch(N, C) + 16);
-    /* dx is rstd times a difference: of narrow rows, whose variance may be near 0, it cancels most of what is subtracted; and
-     * the normalised x of the terms of dweight is at most sqrt(C). */
+    /* dx is rstd times a difference: of narrow rows, whose variance may be near 0, it cancels most of what is subtracted;
+     * and the normalised x of the terms of dweight is at most sqrt(C). */
     dx.terms = alone.terms = largest_of(rstd->start, N) * largest_of(dout.start, N * C) * largest_of(w->start, C);
     dw.terms = largest_of(rstd->start, N) * largest_of(dout.start, N * C);
-    Output with[] = {{&dx, "dx"}, {&dw, "dweight"}, {&db, "dbias"}}, without[] = {{&alone, "dx without dresid"}, {&dw, "dweight"}};
+    Output with[] = {{&dx, "dx"}, {&dw, "dweight"}, {&db, "dbias"}},
+           without[] = {{&alone, "dx without dresid"}, {&dw, "dweight"}};
     void *copy = gpu->dtype == DTYPE_FP32 ? dx.gpu : rounded.gpu;
     COMPARE(with,
             cpu->layernorm_backward(dx.cpu, NULL, dw.cpu, db.cpu, cpu_scratch, dx.cpu, dout.cpu, x->cpu, w->cpu, mean->cpu,
@@ -195,7 +198,8 @@ static void test_layernorm_backward(Tensor *x, Tensor *w, Tensor *mean, Tensor *
     if (gpu->dtype == DTYPE_BF16) {
         float *exact = tensor_read(&dx), *got = tensor_read(&rounded);
         for (int64_t i = 0; i < N * C; i++)
-            if (!CHECK(got[i] == bf16_round(exact[i]), "the copy[%lld] is %.9g of %.9g", (long long)i, (double)got[i], (double)exact[i]))
+            if (!CHECK(got[i] == bf16_round(exact[i]), "the copy[%lld] is %.9g of %.9g", (long long)i, (double)got[i],
+                       (double)exact[i]))
                 break;
         free(exact);
         free(got);
@@ -229,10 +233,10 @@ static void test_layernorm(int64_t N, int64_t C)
     tensor_reset(&mean);
     tensor_reset(&rstd);
     test_layernorm_backward(&x, &w, &mean, &rstd, N, C);
-    COMPARE(fused,
-            cpu->residual_layernorm_forward(sum.cpu, out.cpu, mean.cpu, rstd.cpu, x.cpu, y.cpu, w.cpu, b.cpu, N, C, cpu_stream),
-            gpu->residual_layernorm_forward(sum.gpu, out.gpu, mean.gpu, rstd.gpu, x.gpu, y.gpu, w.gpu, b.gpu, N, C,
-                                            gpu_stream));
+    COMPARE(
+        fused,
+        cpu->residual_layernorm_forward(sum.cpu, out.cpu, mean.cpu, rstd.cpu, x.cpu, y.cpu, w.cpu, b.cpu, N, C, cpu_stream),
+        gpu->residual_layernorm_forward(sum.gpu, out.gpu, mean.gpu, rstd.gpu, x.gpu, y.gpu, w.gpu, b.gpu, N, C, gpu_stream));
     FREE(&x, &y, &w, &b, &sum, &out, &mean, &rstd);
 }
 
@@ -305,13 +309,15 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V)
 
 static void test_loss(int64_t N, int64_t V, int64_t Vp, double spread, double offset)
 {
-    TEST("%s loss N%lld V%lld of %lld, logits %g up to %g", gpu->name, (long long)N, (long long)V, (long long)Vp, offset, spread);
+    TEST("%s loss N%lld V%lld of %lld, logits %g up to %g", gpu->name, (long long)N, (long long)V, (long long)Vp, offset,
+         spread);
     int32_t *targets = malloc((size_t)(N + 1) * 4);
     for (int64_t i = 0; i < N; i++) targets[i] = i % 5 == 3 ? -1 : (int32_t)(random_u64(&seed) % (uint64_t)V);
     int32_t *gpu_targets = integers_new(targets, N);
     Tensor logits = tensor_new(N * Vp, 0, RANDOM, spread), losses = tensor_new(N, 1, NOTHING, 0);
     for (int64_t i = 0; i < N * Vp; i++)
-        logits.start[i] = gpu->dtype == DTYPE_BF16 ? bf16_round(logits.start[i] + (float)offset) : logits.start[i] + (float)offset;
+        logits.start[i] = gpu->dtype == DTYPE_BF16 ? bf16_round(logits.start[i] + (float)offset)
+                                                   : logits.start[i] + (float)offset;
     tensor_reset(&logits);
     Output loss[] = {{&losses, "losses"}}, both[] = {{&losses, "losses"}, {&logits, "dlogits"}};
     COMPARE(loss, cpu->loss_forward_backward(losses.cpu, logits.cpu, targets, 0, N, V, Vp, cpu_stream),
@@ -347,7 +353,8 @@ static void test_loss_nan(int64_t V)
             CHECK(!isfinite(got[1]), "the loss is %g with a fault at %lld", (double)got[1], (long long)at);
             int64_t spoiled = 0;
             for (int64_t v = 0; v < V; v++) spoiled += !isfinite(gradient[v]) || !isfinite(gradient[2 * V + v]);
-            CHECK(isfinite(got[0]) && isfinite(got[2]) && !spoiled, "the fault at %lld spread to another row", (long long)at);
+            CHECK(isfinite(got[0]) && isfinite(got[2]) && !spoiled, "the fault at %lld spread to another row",
+                  (long long)at);
             logits.start[V + at] = kept;
             free(got);
             free(gradient);

@@ -100,11 +100,12 @@ static void greedy_layernorm_backward(float *dx, void *rounded, float *dweight, 
                                       const float *mean, const float *rstd, int64_t N, int64_t C, Stream *queue)
 {
     memset(scratch, 0xFF, greedy_layernorm_scratch(N, C));
-    backend_cpu_fp32.layernorm_backward(dx, rounded, dweight, dbias, scratch, dresid, dout, x, weight, mean, rstd, N, C, queue);
+    backend_cpu_fp32.layernorm_backward(dx, rounded, dweight, dbias, scratch, dresid, dout, x, weight, mean, rstd, N, C,
+                                        queue);
 }
 
-static void greedy_embedding_backward(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
-                                      int64_t T, int64_t C, Stream *queue)
+static void greedy_embedding_backward(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan,
+                                      int64_t B, int64_t T, int64_t C, Stream *queue)
 {
     memset(scratch, 0xFF, greedy_embedding_scratch(B * T, C));
     backend_cpu_fp32.embedding_backward(dwte, dwpe, scratch, dout, plan, B, T, C, queue);

@@ -199,8 +199,8 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V, Stream *s
     free(plan);
 }
 
-/* The plan against its definition, for tokens of one, two and three digits of the radix; the buffer's last word is used, and not
- * the one behind it. */
+/* The plan against its definition, for tokens of one, two and three digits of the radix; the buffer's last word is used, and
+ * not the one behind it. */
 static void test_embedding_plan(int64_t N, int64_t V)
 {
     TEST("embedding plan of %lld tokens below %lld", (long long)N, (long long)V);
@@ -217,10 +217,11 @@ static void test_embedding_plan(int64_t N, int64_t V)
     int32_t pieces = *p.pieces, cuts = *p.cuts, at = 0;
     for (int32_t k = 0; k < pieces; k++) {
         int32_t before = k > 0 && p.token[k] == p.token[k - 1] ? p.order[at - 1] : -1;
-        CHECK(p.begin[k] == at && p.begin[k + 1] > at && p.begin[k + 1] <= at + MOST, "piece %d is from %d to %d, expected from %d",
-              k, p.begin[k], p.begin[k + 1], at);
+        CHECK(p.begin[k] == at && p.begin[k + 1] > at && p.begin[k + 1] <= at + MOST,
+              "piece %d is from %d to %d, expected from %d", k, p.begin[k], p.begin[k + 1], at);
         for (; at < p.begin[k + 1]; before = p.order[at++]) {
-            CHECK(tokens[p.order[at]] == p.token[k], "place %d holds token %d in a piece of %d", at, tokens[p.order[at]], p.token[k]);
+            CHECK(tokens[p.order[at]] == p.token[k], "place %d holds token %d in a piece of %d", at, tokens[p.order[at]],
+                  p.token[k]);
             CHECK(p.order[at] > before, "positions %d, %d are out of order", before, p.order[at]);
             rows[p.token[k]]--;
         }
@@ -233,15 +234,16 @@ static void test_embedding_plan(int64_t N, int64_t V)
         CHECK(last > first, "cut token %d has pieces %d to %d", i, first, last);
         for (int32_t k = first; k <= last; k++) {
             int32_t length = p.begin[k + 1] - p.begin[k];
-            CHECK(p.token[k] == p.token[first], "piece %d is of token %d, cut token %d is %d", k, p.token[k], i, p.token[first]);
+            CHECK(p.token[k] == p.token[first], "piece %d is of token %d, cut token %d is %d", k, p.token[k], i,
+                  p.token[first]);
             if (length < least) least = length;
             if (length > most) most = length;
         }
         CHECK(most - least <= 1, "the pieces of cut token %d have from %d to %d positions", i, least, most);
         CHECK(p.begin[last + 1] - p.begin[first] > MOST, "token %d was cut without need", p.token[first]);
     }
-    CHECK(cut_pieces <= embedding_cut_pieces(N), "%lld pieces of cut tokens, at most %lld are said to be", (long long)cut_pieces,
-          (long long)embedding_cut_pieces(N));
+    CHECK(cut_pieces <= embedding_cut_pieces(N), "%lld pieces of cut tokens, at most %lld are said to be",
+          (long long)cut_pieces, (long long)embedding_cut_pieces(N));
     for (int64_t k = cut_pieces + 1; k < pieces; k++)
         CHECK(p.begin[k + 1] - p.begin[k] <= p.begin[k] - p.begin[k - 1] && p.token[k] != p.token[k - 1],
               "piece %lld is longer than the one before, or of the same token", (long long)k);
@@ -379,24 +381,24 @@ static void test_norm_backward(int64_t N, int64_t C, Stream *stream)
     cpu->layernorm_forward(out.data, mean.data, rstd.data, x.data, weight.data, bias.data, N, C, stream);
     Buffer alone = buffer_new(N * C), none = buffer_new(N * C), apart = buffer_new(N * C), zero = buffer_new(N * C);
     for (int64_t i = 0; i < N * C; i++) zero.data[i] = 0;
-    cpu->layernorm_backward(apart.data, NULL, dweight2.data, dbias2.data, scratch.data, dx.data, dout.data, x.data, weight.data,
-                            mean.data, rstd.data, N, C, stream);
-    cpu->layernorm_backward(dx.data, dx.data, dweight.data, dbias.data, scratch.data, dx.data, dout.data, x.data, weight.data,
-                            mean.data, rstd.data, N, C, stream);
+    cpu->layernorm_backward(apart.data, NULL, dweight2.data, dbias2.data, scratch.data, dx.data, dout.data, x.data,
+                            weight.data, mean.data, rstd.data, N, C, stream);
+    cpu->layernorm_backward(dx.data, dx.data, dweight.data, dbias.data, scratch.data, dx.data, dout.data, x.data,
+                            weight.data, mean.data, rstd.data, N, C, stream);
     check_close("dx", dx.data, want_x, size_x, N * C, BOUNDS.norm_gradient);
     check_same("dx beside its dresid", apart, dx);
     check_close("dweight", dweight.data, want_w, size_w, C, BOUNDS.norm_weight_gradient);
     check_close("dbias", dbias.data, want_b, size_b, C, BOUNDS.norm_weight_gradient);
     check_same("dweight", dweight2, dweight);
     check_same("dbias", dbias2, dbias);
-    cpu->layernorm_backward(dx2.data, NULL, dweight2.data, dbias2.data, scratch.data, dx2.data, dout.data, x.data, weight.data,
-                            mean.data, rstd.data, N, C, stream);
+    cpu->layernorm_backward(dx2.data, NULL, dweight2.data, dbias2.data, scratch.data, dx2.data, dout.data, x.data,
+                            weight.data, mean.data, rstd.data, N, C, stream);
     check_same("dx", dx2, dx);
     /* No dresid is one of zeros. */
-    cpu->layernorm_backward(alone.data, alone.data, dweight.data, dbias.data, scratch.data, NULL, dout.data, x.data, weight.data,
-                            mean.data, rstd.data, N, C, stream);
-    cpu->layernorm_backward(none.data, NULL, dweight2.data, dbias2.data, scratch.data, zero.data, dout.data, x.data, weight.data,
-                            mean.data, rstd.data, N, C, stream);
+    cpu->layernorm_backward(alone.data, alone.data, dweight.data, dbias.data, scratch.data, NULL, dout.data, x.data,
+                            weight.data, mean.data, rstd.data, N, C, stream);
+    cpu->layernorm_backward(none.data, NULL, dweight2.data, dbias2.data, scratch.data, zero.data, dout.data, x.data,
+                            weight.data, mean.data, rstd.data, N, C, stream);
     for (int64_t i = 0; i < N * C; i++) alone.data[i] += 0; /* -0 beside 0 */
     check_same("dx without dresid", alone, none);
     Buffer all[] = {x, weight, bias, dout, mean, rstd, out, dx, dweight, dbias, dx2, dweight2, dbias2, scratch,
