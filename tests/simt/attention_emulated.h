@@ -83,14 +83,14 @@ static inline void test_logits(const Subject &subject, const std::vector<ShapeSi
         }
 }
 
-/* Scales other than the usual: with 0 every row is a mean, with a large one P is nearly a single key. */
-static inline void test_scales(const Subject &subject, ShapeSize size, const std::vector<float> &scales)
+/* Scales of so many times the usual: with 0 every row is a mean, with a large one P is nearly a single key. */
+static inline void test_scales(const Subject &subject, ShapeSize size, const std::vector<float> &factors)
 {
-    TEST("%s: zero, small, large and negative scales", subject.kernel->name);
-    for (float scale : scales)
+    TEST("%s: zero, small, large and negative scales, HS %d", subject.kernel->name, (int)size.HS);
+    for (float factor : factors)
         for (Dtype dtype : subject.dtypes) {
             AttentionShape shape = shape_of(subject, size, dtype);
-            shape.scale = scale;
+            shape.scale *= factor;
             Problem problem = problem_create(shape, INPUT_NORMAL, 29);
             check_problem(subject, &problem, LAYOUT_HEADS, 0);
             problem_free(&problem);

@@ -32,7 +32,7 @@ int main(void)
         {1, 1, 65, 40}, {1, 1, 65, 104}, {1, 1, 65, 80}, {1, 1, 66, 129}, {1, 2, 100, 8},  {1, 1, 130, 64}, {1, 1, 130, 16},
     });
     test_logits(subject, {{1, 1, 70, 16}});
-    test_scales(subject, {1, 1, 20, 8}, {0, 0.01f, 3, -0.5f});
+    test_scales(subject, {1, 1, 20, 8}, {0, 0.03f, 8, -1.5f});
     test_not_finite(subject, {1, 2, 67, 8}, {0, 21, 66});
     test_orders(subject, {{1, 3, 70, 24}, {1, 1, 129, 72}, {1, 1, 66, 200}});
     return test_end();

@@ -53,7 +53,7 @@ int main(void)
             {1, 2, 65, 31}, {1, 1, 66, 72}, {1, 1, 97, 64}, {1, 1, 129, 33}, {1, 1, 130, 96}, {1, 1, 201, 12},
         });
         test_logits(subject, {{1, 1, 67, 16}});
-        test_scales(subject, {1, 1, 20, 8}, {0, 0.01f, 3, -0.5f});
+        test_scales(subject, {1, 1, 20, 8}, {0, 0.03f, 8, -1.5f});
         test_not_finite(subject, {1, 2, 67, 8}, {0, 21, 66});
         test_orders(subject, {{1, 2, 70, 24}});
     }
