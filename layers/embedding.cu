@@ -111,8 +111,8 @@ embedding_pieces_kernel(float *dwte, float *partial, const float *dout, const Em
  * the block take the rows in strides, SUM_LOADS of them under way, and meet in `room`, SUM_WARPS * 32 * WIDTH floats, where
  * the first adds them up. */
 template <int WIDTH>
-__device__ __forceinline__ void rows_add(float *to, const float *src, int64_t stride, int rows, int64_t channel, int64_t C,
-                                         Shared<float> room)
+static __device__ __forceinline__ void rows_add(float *to, const float *src, int64_t stride, int rows, int64_t channel,
+                                                int64_t C, Shared<float> room)
 {
     typedef Pack<float, WIDTH> Part;
     const int warps = blockDim.y;

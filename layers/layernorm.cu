@@ -45,7 +45,7 @@ static bool quads_fit(int64_t C, uintptr_t floats, uintptr_t reals)
 /* Does channel c, in quad q of QUADS, lie within the row? Kernels are compiled for 1 to 4 quads and at most 3 apart from
  * there, so only of the last 3 it is a question. */
 template <int QUADS>
-__device__ __forceinline__ bool within(int q, int c, int C) { return q + (QUADS > 4 ? 3 : 1) < QUADS || c < C; }
+static __device__ __forceinline__ bool within(int q, int c, int C) { return q + (QUADS > 4 ? 3 : 1) < QUADS || c < C; }
 
 /* sum = x + y (where RESIDUAL, else x is the row), out = layernorm(sum). A warp a row. */
 template <typename Real, int QUADS, bool RESIDUAL>
@@ -183,7 +183,7 @@ static __host__ __device__ constexpr int rows_of(int quads) { return quads == 1 
 
 /* What the backward kernels read and write: see layernorm_backward in backend.h. */
 template <typename Real>
-struct Backward {
+struct NormBackward {
     float *dx;           /* (N,C) */
     Real *rounded;       /* (N,C) or NULL */
     const float *dresid; /* (N,C) or NULL */
@@ -202,7 +202,7 @@ struct Backward {
  * row, two sets of 2 * ROWS * BACKWARD_WARPS floats. */
 template <typename Real, int QUADS, int TEAM>
 __global__ void __launch_bounds__(32 * BACKWARD_WARPS, 1)
-layernorm_backward_kernel(float *partial, const Backward<Real> a)
+layernorm_backward_kernel(float *partial, const NormBackward<Real> a)
 {
     constexpr int TEAMS = BACKWARD_WARPS / TEAM, ROWS = rows_of(QUADS), STEP = TEAMS * ROWS;
     constexpr int STRIDE = 32 * TEAM * 4; /* channels from a lane's quad to its next */
@@ -320,7 +320,7 @@ layernorm_backward_kernel(float *partial, const Backward<Real> a)
 
 /* dx and rounded for any C: a block a row. */
 template <typename Real>
-__global__ void layernorm_backward_general_kernel(const Backward<Real> a)
+__global__ void layernorm_backward_general_kernel(const NormBackward<Real> a)
 {
     SHARED(float, room, 32);
     const int64_t C = a.C, at = blockIdx.x * C;
@@ -342,7 +342,7 @@ __global__ void layernorm_backward_general_kernel(const Backward<Real> a)
 
 /* partial (gridDim.y, 2, C): this block's rows, for 32 columns; threads (32, 8). */
 template <typename Real>
-__global__ void layernorm_columns_kernel(float *partial, const Backward<Real> a)
+__global__ void layernorm_columns_kernel(float *partial, const NormBackward<Real> a)
 {
     SHARED(float, dw, 8 * 32);
     SHARED(float, db, 8 * 32);
@@ -401,7 +401,7 @@ size_t layernorm_scratch_cuda(int64_t N, int64_t C)
 
 /* Launches the register kernel where there is one for rows of C; returns its blocks, 0 where there is none. */
 template <typename Real>
-static unsigned backward_registers(float *partial, const Backward<Real> &a, Stream *stream)
+static unsigned backward_registers(float *partial, const NormBackward<Real> &a, Stream *stream)
 {
     uintptr_t floats = (uintptr_t)a.dx | (uintptr_t)a.dresid | (uintptr_t)a.x,
               reals = (uintptr_t)a.dout | (uintptr_t)a.rounded;
@@ -438,8 +438,8 @@ void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *db
                              const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
                              int64_t N, int64_t C, Stream *stream)
 {
-    const Backward<Real> a = {dx, (Real *)rounded, dresid, (const Real *)dout, x, (const Real *)weight, mean, rstd,
-                              N,  (int)C};
+    const NormBackward<Real> a = {dx,   (Real *)rounded, dresid, (const Real *)dout, x, (const Real *)weight,
+                                  mean, rstd,            N,      (int)C};
     float *partial = (float *)scratch;
     if (N < 1) return;
     unsigned blocks = backward_registers<Real>(partial, a, stream);

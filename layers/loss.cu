@@ -23,7 +23,7 @@ static const float LOG2_E = 1.44269504088896341f;
 #ifdef SIMT_EMULATION
 static inline float exp2_normal(float x) { return x < -126 ? 0.0f : exp2f(x); }
 #else
-__device__ __forceinline__ float exp2_normal(float x)
+static __device__ __forceinline__ float exp2_normal(float x)
 {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -37,8 +37,8 @@ template <> struct LossShape<__nv_bfloat16> { enum { LOADS = 2, BLOCKS = 2 }; };
 
 /* What is subtracted in the exponent where the largest logit is `most`, which may be -infinity. Never fused into what
  * follows: the same rounding wherever it is used. */
-__device__ __forceinline__ float scaled(float most) { return __fmul_rn(most, LOG2_E); }
-__device__ __forceinline__ float base_of(float most) { return most == -INFINITY ? 0.0f : scaled(most); }
+static __device__ __forceinline__ float scaled(float most) { return __fmul_rn(most, LOG2_E); }
+static __device__ __forceinline__ float base_of(float most) { return most == -INFINITY ? 0.0f : scaled(most); }
 
 /* A row's loss and gradient. The first `packs` packs lie below V and are taken whole, what is left of V and Vp one by
  * one. */
