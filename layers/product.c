@@ -17,6 +17,10 @@
  *
  * Every element of C is summed in the same order wherever the slices and tiles lie, so our own product gives the same bits
  * for any number of threads.
+ *
+ * A product of a few rows with a weight that lies row by row (what writing one token after another asks for) reads the
+ * weight once and uses it a few times: there packing would cost more than the product, and product_thin takes it instead,
+ * as dot products along both.
  */
 #include "layers/product.h"
 
@@ -226,6 +230,64 @@ void product_own(const Product *p, float *buffer)
 
 int product_own_is_fast(void) { return WIDTH == 16; }
 
+/* --- few rows ------------------------------------------------------------------------------------------------------ */
+
+/* Up to how many rows packing loses; of them, how many share a pass over a row of B; chains of sums of each, which hide the
+ * latency of the additions. */
+enum { THIN_MOST = 8, THIN_ROWS = 4, THIN_CHAINS = 4 };
+
+/* c[i * c_stride] = dot of a's row i and b (K), plus bias, for i < rows. A sum's order depends on K alone, not on how many
+ * rows there are: a row of a batch gets the bits that it gets alone. */
+static inline __attribute__((always_inline)) void thin_dots(const int rows, float *c, int64_t c_stride, const float *a,
+                                                            int64_t a_stride, const float *b, int64_t K, float bias)
+{
+    Vector sum[THIN_ROWS][THIN_CHAINS];
+    int64_t k = 0;
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int u = 0; u < THIN_CHAINS; u++) sum[i][u] = (Vector){0};
+    for (; k + THIN_CHAINS * WIDTH <= K; k += THIN_CHAINS * WIDTH)
+        UNROLL for (int u = 0; u < THIN_CHAINS; u++) {
+            Vector weight = vector_load(b + k + u * WIDTH);
+            UNROLL for (int i = 0; i < rows; i++) sum[i][u] += vector_load(a + i * a_stride + k + u * WIDTH) * weight;
+        }
+    for (; k < K; k += WIDTH) {
+        int64_t left = cpu_min(WIDTH, K - k);
+        Vector weight = vector_load_part(b + k, left, 0);
+        UNROLL for (int i = 0; i < rows; i++) sum[i][0] += vector_load_part(a + i * a_stride + k, left, 0) * weight;
+    }
+    UNROLL for (int i = 0; i < rows; i++) {
+        Vector whole = (sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]);
+        c[i * c_stride] = (float)vector_sum(whole) + bias;
+    }
+}
+
+_Static_assert(THIN_CHAINS == 4 && THIN_ROWS == 4, "thin_dots adds up four chains, product_thin knows up to four rows");
+
+static int product_is_thin(const Product *p)
+{
+    return p->M <= THIN_MOST && p->b.transposed && !p->a.transposed && !p->accumulate;
+}
+
+/* A product that product_is_thin, on this thread. */
+static void product_thin(const Product *p)
+{
+    for (int64_t j = 0; j < p->N; j++) {
+        const float *b = p->b.data + j * p->b.stride; /* (K) */
+        float bias = p->bias ? p->bias[j] : 0;
+        for (int64_t i = 0; i < p->M; i += THIN_ROWS) {
+            const float *a = p->a.data + i * p->a.stride; /* (rows, K) */
+            float *c = p->c + i * p->c_stride + j;        /* (rows) */
+            switch (cpu_min(THIN_ROWS, p->M - i)) {
+            case 1: thin_dots(1, c, p->c_stride, a, p->a.stride, b, p->K, bias); break;
+            case 2: thin_dots(2, c, p->c_stride, a, p->a.stride, b, p->K, bias); break;
+            case 3: thin_dots(3, c, p->c_stride, a, p->a.stride, b, p->K, bias); break;
+            default: thin_dots(4, c, p->c_stride, a, p->a.stride, b, p->K, bias);
+            }
+        }
+    }
+    if (p->gelu || p->pre) product_finish(p, 0, 0, p->M, p->N);
+}
+
 /* --- CBLAS --------------------------------------------------------------------------------------------------------- */
 
 #ifdef HAVE_CBLAS
@@ -331,7 +393,8 @@ void product_run(const Product *p, const Stream *stream)
         int64_t n = cpu_min(tiles_across * (x + 1) / across * COLUMNS, p->N) - j;
         if (m <= 0 || n <= 0) continue;
         Product slice = product_slice(p, i, j, m, n);
-        if (stream->blas) product_blas(&slice);
+        if (product_is_thin(p)) product_thin(&slice);
+        else if (stream->blas) product_blas(&slice);
         else product_own(&slice, stream->buffers + (size_t)s * product_buffer());
     }
 }
