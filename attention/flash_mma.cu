@@ -202,7 +202,7 @@ __device__ __forceinline__ uint32_t finite_pair(uint32_t x, bool *found)
 }
 
 /* Replaces what is not finite in the thread's part of the tile by 0, and lets *first and *last take in the rows where that was. */
-template <int HSP, int ROWS, int THREADS>
+template <int HSP, int ROWS, int THREADS, bool REPLACE = true>
 __device__ __forceinline__ void purge_tile(SharedAddress tile, Shared<int> first, Shared<int> last)
 {
     typedef Passes<HSP, ROWS, THREADS> Mine;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void purge_tile(SharedAddress tile, Shared<int> first
             x.z = finite_pair(x.z, &found);
             x.w = finite_pair(x.w, &found);
             if (!found) continue;
-            store_128(tile + mine.place(i, j), x);
+            if (REPLACE) store_128(tile + mine.place(i, j), x);
             atomicMin(first, mine.row + i * Mine::STEP);
             atomicMax(last, mine.row + i * Mine::STEP);
         }
@@ -841,9 +841,9 @@ template <int HSP> struct KeysShape;
         static const int MT = MT_, WARPS = WARPS_, BM = BM_, PART = PART_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS_;      \
         static const int ROWS = 16 * MT_ * WARPS_, SLICE = SLICE_, SLICES = HSP / SLICE_;                                 \
         static const int STAGE = BM_ * HSP * 2, STATS = (2 * ROWS + 4 * BM_) * HSP * 2;                                  \
-        static const int BAD = STATS + 4 * BM_ * 4, DS = (BAD + 16 + 1023) / 1024 * 1024;                                \
+        static const int BAD = STATS + 4 * BM_ * 4;\
         static const int STEPS = 2; /* of a product at a time: unrolled further, loads come too early and registers spill */ \
-        static const int BYTES = BAD + 16, BYTES_DQ = DS + ROWS * BM_ * 2;                                               \
+        static const int BYTES = BAD + 16; \
     };
 KEYS_SHAPES(KEYS_SHAPE)
 
@@ -892,9 +892,9 @@ __device__ __forceinline__ void add_product(float (&sums)[MT][SLICE8][4], const 
 
 /* One tile of queries for one warp, which owns MT x 16 keys from its key `mine` on; `query` is the tile's first. MASKED: some pair of key and
  * query does not count. */
-template <int HSP, bool MASKED, bool DQ>
+template <int HSP, bool MASKED>
 __device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K, SharedAddress V, SharedAddress Q, SharedAddress dO,
-                                          SharedAddress stats, SharedAddress dS_tile, Lane lane, int mine, int query, int T, int slice,
+                                          SharedAddress stats, Lane lane, int mine, int query, int T, int slice,
                                           float scale_log2)
 {
     typedef KeysShape<HSP> Shape;
@@ -973,20 +973,10 @@ const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, la
             }
             add_product<HSP, MASKED>(state.dK, dS, Q, lane, part, first, slice);
         }
-        if constexpr (DQ) {
-#pragma unroll
-            for (int m = 0; m < MT; m++)
-#pragma unroll
-                for (int n = 0; n < PART / 8; n++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++)
-                        store_32(dS_tile + (tile_offset<BM>((lane.warp * MT + m) * 16 + half * 8 + lane.g, part / 8 + n) + 4 * lane.q),
-                                 pack_bf16(dS[m][n][2 * half], dS[m][n][2 * half + 1]));
-        }
     }
 }
 
-template <int HSP, bool DQ>
+template <int HSP>
 __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCKS) flash_mma_keys_kernel(Backward call)
 {
     typedef KeysShape<HSP> Shape;
@@ -996,8 +986,8 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
     const Lane lane = lane_here();
     const int slice = Shape::SLICES == 1 ? 0 : (int)(blockIdx.x % Shape::SLICES);
     const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2); /* the first and the last query of a tile that are not finite */
-    const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, DQ ? Shape::BYTES_DQ : Shape::BYTES));
-    const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS, dS = K + Shape::DS;
+    const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
+    const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS;
     const int key = place.tile * ROWS, mine = key + lane.warp * MT * 16;
     const SharedAddress my_K = K + lane.warp * MT * 16 * HSP * 2, my_V = my_K + ROWS * HSP * 2;
     const Matrix queries = matrix_of(call.Q, place, sizes), grads = matrix_of(call.dO, place, sizes);
@@ -1037,10 +1027,10 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
             copies_commit();
         }
         if (masked)
-            keys_tile<HSP, true, DQ>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, dS, lane, mine, tile * BM, sizes.T,
+            keys_tile<HSP, true>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, lane, mine, tile * BM, sizes.T,
                                      slice, sizes.scale_log2);
         else
-            keys_tile<HSP, false, DQ>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, dS, lane, mine, tile * BM, sizes.T,
+            keys_tile<HSP, false>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, lane, mine, tile * BM, sizes.T,
                                       slice, sizes.scale_log2);
         if (found) { /* what was not finite reaches the keys that its query sees, and no others */
             int last = tile * BM + bad[1];
@@ -1067,6 +1057,349 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
 #pragma unroll
     for (int m = 0; m < MT; m++) factor[m][0] = factor[m][1] = 1;
     store_rows<HSP>(matrix_of(call.dV, again, sizes), my_V, state.dV, factor, lane, mine, slice * Shape::SLICE);
+}
+
+/* --- all three gradients at once: a block owns keys, and adds its part of dQ in global memory ---------------------------------------- */
+
+template <int HSP> struct FusedShape;
+#ifndef FUSED_SHAPES
+#define FUSED_SHAPES(X) /* HSP, key groups of 32, warps a group, queries a tile, of them at a time, m16 tiles of dQ a warp, blocks an SM */ \
+    X(32, 4, 1, 64, 32, 2, 2)                                                                                                               \
+    X(64, 4, 1, 64, 32, 2, 2)                                                                                                               \
+    X(96, 4, 2, 64, 32, 1, 1)                                                                                                               \
+    X(128, 4, 2, 64, 32, 2, 1)
+#endif
+#define FUSED_SHAPE(HSP, GROUPS_, SPLIT_, BM_, PART_, MTQ_, BLOCKS_)                                                                      \
+    template <> struct FusedShape<HSP> {                                                                                                  \
+        static const int MT = 2, GROUPS = GROUPS_, SPLIT = SPLIT_, WARPS = GROUPS_ * SPLIT_, BM = BM_, PART = PART_, MTQ = MTQ_;          \
+        static const int BLOCKS = BLOCKS_, THREADS = 32 * WARPS, ROWS = 32 * GROUPS_, STAGE = BM_ * HSP * 2, SLICE = HSP / SPLIT_;        \
+        static const int ROOM = SLICE <= 32 ? 32 : SLICE <= 64 ? 64 : 128; /* columns of the results' way out */                           \
+        static const int Q_GROUPS = BM_ / (16 * MTQ_), Q_COLUMNS = HSP / (WARPS / Q_GROUPS), FRAGMENTS = MTQ_ * Q_COLUMNS / 8;            \
+        static const int STATS = (2 * ROWS + 4 * BM_) * HSP * 2, BAD = STATS + 4 * BM_ * 4, DS = (BAD + 16 + 1023) / 1024 * 1024;         \
+        static const int P = DS + ROWS * BM_ * 2, BYTES = SPLIT_ > 1 ? P + ROWS * BM_ * 2 : P, STEPS = 1;                                 \
+        static_assert(WARPS % Q_GROUPS == 0 && Q_COLUMNS % 16 == 0, "the warps share dQ evenly");                                         \
+        static_assert(PART_ * SPLIT_ <= BM_, "each warp of a group has queries of its own");                                              \
+    };
+FUSED_SHAPES(FUSED_SHAPE)
+
+/* D of all rows, and zeros for the sums of dQ: `count` groups of four. Four lanes a row. */
+__global__ void __launch_bounds__(256) flash_mma_prepare_kernel(Backward call, int64_t count)
+{
+    const Sizes &sizes = call.sizes;
+    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = thread; i < count; i += threads) *(float4 *)(call.sums + 4 * i) = make_float4(0, 0, 0, 0);
+    /* Whole warps go round together: every lane takes part in the shuffles. */
+    for (int64_t first = thread / 32 * 8; first < (int64_t)sizes.heads * sizes.Tp; first += threads / 32 * 8) {
+        int64_t at = first + threadIdx.x % 32 / 4;
+        bool valid = at < (int64_t)sizes.heads * sizes.Tp;
+        Place place;
+        place.head = valid ? (uint32_t)(at / sizes.Tp) : 0;
+        place.b = place.head / sizes.NH;
+        place.h = place.head % sizes.NH;
+        float D = dot_of_rows(matrix_of(call.dO, place, sizes), matrix_of(call.O, place, sizes), valid ? (int)(at % sizes.Tp) : sizes.T,
+                              threadIdx.x % 4);
+        if (valid && threadIdx.x % 4 == 0) call.D[at] = D;
+    }
+}
+
+/* Where a warp's sums of dQ for tile `tile` of BM queries of a head lie: fragment by fragment, 4 floats a lane. */
+template <int HSP>
+__device__ __forceinline__ float *sums_at(float *sums, uint32_t head, int tiles, int tile, int warp)
+{
+    typedef FusedShape<HSP> Shape;
+    return sums + ((((int64_t)head * tiles + tile) * Shape::WARPS + warp) * Shape::FRAGMENTS * 32 + threadIdx.x % 32) * 4;
+}
+
+/* P and dS of PART queries, from `part` on, for the warp's 32 keys. As in keys_tile. */
+template <int HSP, bool MASKED, int PART>
+__device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (&dS)[2][PART / 8][4], SharedAddress K, SharedAddress V, SharedAddress Q,
+                                             SharedAddress dO, SharedAddress stats, Lane lane, int first, int left, int part, float scale_log2)
+{
+    const int MT = 2, BM = FusedShape<HSP>::BM;
+    const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
+#pragma unroll(FusedShape<HSP>::STEPS)
+    for (int k = 0; k < HSP / 16; k++) {
+        uint32_t a[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_K.at(m * 16, k));
+#pragma unroll
+        for (int n = 0; n < PART / 16; n++) {
+            uint32_t b[4];
+            if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
+            ldmatrix_x4(b, walk_Q.at(part + n * 16, k));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(P[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(P[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+    const Walk<HSP> walk_V = walk_down<HSP>(V, lane), walk_dO = walk_right<HSP>(dO, lane);
+#pragma unroll(FusedShape<HSP>::STEPS)
+    for (int k = 0; k < HSP / 16; k++) {
+        uint32_t a[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_V.at(m * 16, k));
+#pragma unroll
+        for (int n = 0; n < PART / 16; n++) {
+            uint32_t b[4];
+            if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
+            ldmatrix_x4(b, walk_dO.at(part + n * 16, k));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(dS[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(dS[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < PART / 8; n++) {
+        float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4), D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                P[m][n][e] = exp2_fast(fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x));
+                dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - (e % 2 ? D.y : D.x));
+                if (MASKED) {
+                    int row = n * 8 + 2 * lane.q + e % 2;
+                    if (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left) P[m][n][e] = dS[m][n][e] = 0;
+                }
+            }
+    }
+}
+
+/* The same for sums whose X^T lies in shared memory, the warp's 32 rows of it (keys, BM queries). */
+template <int HSP, bool MASKED, int SLICE8>
+__device__ __forceinline__ void add_product_shared(float (&sums)[2][SLICE8][4], SharedAddress X, SharedAddress Y, Lane lane, int first, int slice)
+{
+    const int BM = FusedShape<HSP>::BM;
+    const Walk<BM> walk_X = walk_down<BM>(X, lane);
+    const Walk<HSP> walk_Y = walk_down<HSP>(Y, lane);
+#pragma unroll(FusedShape<HSP>::STEPS)
+    for (int k = 0; k < BM / 16; k++) {
+        uint32_t a[2][4];
+        if (MASKED && k * 16 + 15 < first) continue;
+#pragma unroll
+        for (int m = 0; m < 2; m++) ldmatrix_x4(a[m], walk_X.at(m * 16, k));
+#pragma unroll
+        for (int n = 0; n < SLICE8 / 2; n++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, walk_Y.at(k * 16, slice * (SLICE8 / 2) + n));
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                mma_bf16(sums[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(sums[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* The block's part of dQ of one tile of queries, the warp's share of it, added in global memory. keys: how many of the block's, from the first on,
+ * any query of the tile sees. bad[2]: the first key that is not finite, whose queries get NaN; INT_MAX where all are. */
+template <int HSP>
+__device__ __forceinline__ void fused_queries(float *sums, SharedAddress dS, SharedAddress K, Shared<int> bad, Lane lane, int keys, int key, int query)
+{
+    typedef FusedShape<HSP> Shape;
+    const int MTQ = Shape::MTQ, N = Shape::Q_COLUMNS / 8, BM = Shape::BM;
+    const int group = lane.warp % Shape::Q_GROUPS, columns = lane.warp / Shape::Q_GROUPS;
+    const int bad_key = bad[2];
+    float dQ[MTQ][N][4];
+    set_zero(dQ);
+    const Walk<BM> walk_dS = walk_right<BM>(dS, lane);
+    const Walk<HSP> walk_K = walk_down<HSP>(K, lane);
+#pragma unroll(2)
+    for (int k = 0; k < Shape::ROWS / 16; k++) {
+        uint32_t a[MTQ][4];
+        if (k * 16 >= keys) break;
+#pragma unroll
+        for (int m = 0; m < MTQ; m++) ldmatrix_x4_trans(a[m], walk_dS.at(k * 16, group * MTQ + m));
+#pragma unroll
+        for (int n = 0; n < N / 2; n++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, walk_K.at(k * 16, columns * (N / 2) + n));
+            if (bad_key != INT_MAX) {
+                bool found = false;
+#pragma unroll
+                for (int e = 0; e < 4; e++) b[e] = finite_pair(b[e], &found);
+            }
+#pragma unroll
+            for (int m = 0; m < MTQ; m++) {
+                mma_bf16(dQ[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(dQ[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MTQ; m++) {
+        int row = query - key + (group * MTQ + m) * 16 + lane.g;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (row >= bad_key) dQ[m][n][0] = dQ[m][n][1] = NAN;
+            if (row + 8 >= bad_key) dQ[m][n][2] = dQ[m][n][3] = NAN;
+            reduce_add_4(sums + (m * N + n) * 128, make_float4(dQ[m][n][0], dQ[m][n][1], dQ[m][n][2], dQ[m][n][3]));
+        }
+    }
+}
+
+template <int HSP>
+struct FusedState {
+    float dK[2][FusedShape<HSP>::SLICE / 8][4], dV[2][FusedShape<HSP>::SLICE / 8][4];
+};
+
+/* Where the parts of a block's shared memory are. */
+struct FusedPlaces {
+    SharedAddress my_K, my_V, K, dS, P; /* my_: of the warp's keys */
+};
+
+template <int HSP, bool MASKED>
+__device__ __forceinline__ void fused_tile(FusedState<HSP> &state, const FusedPlaces &at, SharedAddress Q, SharedAddress dO, SharedAddress stats,
+                                           float *sums, Shared<int> bad, Lane lane, int key, int query, int T, float scale_log2)
+{
+    typedef FusedShape<HSP> Shape;
+    const int PART = Shape::PART, BM = Shape::BM, group = lane.warp / Shape::SPLIT, half = lane.warp % Shape::SPLIT;
+    const int mine = key + group * 32;
+#pragma unroll 1
+    for (int part = half * (BM / Shape::SPLIT); part < (half + 1) * (BM / Shape::SPLIT); part += PART) {
+        float P[2][PART / 8][4], dS[2][PART / 8][4];
+        set_zero(P);
+        set_zero(dS);
+        int first = mine - query - part;
+        if (!MASKED || first < PART) {
+            fused_scores<HSP, MASKED, PART>(P, dS, at.my_K, at.my_V, Q, dO, stats, lane, first, T - query - part, part, scale_log2);
+            if (Shape::SPLIT == 1) {
+                add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, 0);
+                add_product<HSP, MASKED>(state.dK, dS, Q, lane, part, first, 0);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int n = 0; n < PART / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e += 2) {
+                    int offset = tile_offset<BM>(group * 32 + m * 16 + e * 4 + lane.g, part / 8 + n) + 4 * lane.q;
+                    store_32(at.dS + offset, pack_bf16(dS[m][n][e], dS[m][n][e + 1]));
+                    if (Shape::SPLIT > 1) store_32(at.P + offset, pack_bf16(P[m][n][e], P[m][n][e + 1]));
+                }
+    }
+    __syncthreads();
+    if (Shape::SPLIT > 1) {
+        add_product_shared<HSP, MASKED>(state.dV, at.P + group * 32 * BM * 2, dO, lane, mine - query, half);
+        add_product_shared<HSP, MASKED>(state.dK, at.dS + group * 32 * BM * 2, Q, lane, mine - query, half);
+    }
+    fused_queries<HSP>(sums, at.dS, at.K, bad, lane, MASKED ? query + BM - key : Shape::ROWS, key, query);
+}
+
+template <int HSP>
+__global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLOCKS) flash_mma_fused_kernel(Backward call)
+{
+    typedef FusedShape<HSP> Shape;
+    const int BM = Shape::BM, ROWS = Shape::ROWS, THREADS = Shape::THREADS, STAGE = Shape::STAGE;
+    const Sizes &sizes = call.sizes;
+    const Place place = place_of(blockIdx.x, sizes);
+    const Lane lane = lane_here();
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 4); /* first and last query of a tile, and of the keys, that are not finite */
+    const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
+    const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS;
+    const int key = place.tile * ROWS, group = lane.warp / Shape::SPLIT, half = lane.warp % Shape::SPLIT, mine = key + group * 32;
+    const Matrix queries = matrix_of(call.Q, place, sizes), grads = matrix_of(call.dO, place, sizes);
+    const FusedPlaces at = {K + group * 32 * HSP * 2, V + group * 32 * HSP * 2, K, K + Shape::DS, K + Shape::P};
+    FusedState<HSP> state;
+    set_zero(state.dK);
+    set_zero(state.dV);
+
+    int tile = key / BM, stage = 0;
+    const int tiles = (sizes.T + BM - 1) / BM;
+    float *sums = sums_at<HSP>(call.sums, place.head, tiles, tile, lane.warp);
+    load_tile<HSP, ROWS, THREADS>(K, matrix_of(call.K, place, sizes), key);
+    load_tile<HSP, ROWS, THREADS>(V, matrix_of(call.V, place, sizes), key);
+    load_tile<HSP, BM, THREADS>(Q, queries, tile * BM);
+    load_tile<HSP, BM, THREADS>(dO, grads, tile * BM);
+    load_stats<BM>(stats, call, place, tile * BM);
+    copies_commit();
+    if (threadIdx.x < 4) bad[threadIdx.x] = threadIdx.x % 2 ? -1 : INT_MAX;
+    copies_wait<0>();
+    if (__syncthreads_or(scan_tile<HSP, ROWS, THREADS>(K))) purge_tile<HSP, ROWS, THREADS, false>(K, bad + 2, bad + 3);
+
+    for (; tile < tiles; tile++, stage ^= 1, sums += Shape::WARPS * Shape::FRAGMENTS * 128) {
+        const bool masked = tile * BM < key + ROWS - 1 || (tile + 1) * BM > sizes.T;
+        int found = 0;
+        copies_wait<0>();
+        if (masked)
+            found = __syncthreads_or((int)scan_tile<HSP, BM, THREADS>(Q + stage * STAGE) | (int)scan_tile<HSP, BM, THREADS>(dO + stage * STAGE));
+        else __syncthreads();
+        if (found) {
+            purge_tile<HSP, BM, THREADS>(Q + stage * STAGE, bad, bad + 1);
+            purge_tile<HSP, BM, THREADS>(dO + stage * STAGE, bad, bad + 1);
+            __syncthreads();
+        }
+        if (tile + 1 < tiles) {
+            load_tile<HSP, BM, THREADS>(Q + (stage ^ 1) * STAGE, queries, (tile + 1) * BM);
+            load_tile<HSP, BM, THREADS>(dO + (stage ^ 1) * STAGE, grads, (tile + 1) * BM);
+            load_stats<BM>(stats + (stage ^ 1) * BM * 8, call, place, (tile + 1) * BM);
+            copies_commit();
+        }
+        if (masked)
+            fused_tile<HSP, true>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, sums, bad, lane, key, tile * BM, sizes.T,
+                                  sizes.scale_log2);
+        else
+            fused_tile<HSP, false>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, sums, bad, lane, key, tile * BM, sizes.T,
+                                   sizes.scale_log2);
+        if (found) { /* what was not finite reaches the keys that its query sees, and no others */
+            int last = tile * BM + bad[1];
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int n = 0; n < Shape::SLICE / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (mine + m * 16 + lane.g + e / 2 * 8 <= last) state.dK[m][n][e] = state.dV[m][n][e] = NAN;
+            __syncthreads();
+            if (threadIdx.x < 2) bad[threadIdx.x] = threadIdx.x ? -1 : INT_MAX;
+        }
+    }
+
+    const Place again = place_of(block_again(), sizes);
+    float factor[2][2] = {{sizes.scale, sizes.scale}, {sizes.scale, sizes.scale}};
+    __syncthreads(); /* K is read by all warps to the last; then each warp's results go by way of its own part of Q and dO */
+    const SharedAddress room = K + lane.warp * 32 * Shape::ROOM * 2;
+    store_rows<Shape::ROOM>(matrix_of(call.dK, again, sizes), room, state.dK, factor, lane, mine, half * Shape::SLICE);
+    factor[0][0] = factor[0][1] = factor[1][0] = factor[1][1] = 1;
+    store_rows<Shape::ROOM>(matrix_of(call.dV, again, sizes), room, state.dV, factor, lane, mine, half * Shape::SLICE);
+}
+
+/* dQ = scale times the sums, rounded: a block a tile of BM queries. */
+template <int HSP>
+__global__ void __launch_bounds__(FusedShape<HSP>::THREADS) flash_mma_finish_kernel(Backward call)
+{
+    typedef FusedShape<HSP> Shape;
+    const int MTQ = Shape::MTQ, N = Shape::Q_COLUMNS / 8, ROOM = Shape::Q_COLUMNS <= 32 ? 32 : 64;
+    const Sizes &sizes = call.sizes;
+    const Lane lane = lane_here();
+    const SharedAddress room = shared_address(shared_dynamic<unsigned char>(0, Shape::WARPS * MTQ * 16 * ROOM * 2));
+    const int tiles = (int)sizes.tiles, tile = (int)(blockIdx.x % sizes.tiles);
+    const int group = lane.warp % Shape::Q_GROUPS, columns = lane.warp / Shape::Q_GROUPS;
+    Place place;
+    place.head = blockIdx.x / sizes.tiles;
+    place.b = place.head / sizes.NH;
+    place.h = place.head % sizes.NH;
+    const float *sums = sums_at<HSP>(call.sums, place.head, tiles, tile, lane.warp);
+    float dQ[MTQ][N][4], factor[MTQ][2];
+#pragma unroll
+    for (int m = 0; m < MTQ; m++) {
+        factor[m][0] = factor[m][1] = sizes.scale;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            float4 x = *(const float4 *)(sums + (m * N + n) * 128);
+            dQ[m][n][0] = x.x;
+            dQ[m][n][1] = x.y;
+            dQ[m][n][2] = x.z;
+            dQ[m][n][3] = x.w;
+        }
+    }
+    store_rows<ROOM>(matrix_of(call.dQ, place, sizes), room + lane.warp * MTQ * 16 * ROOM * 2, dQ, factor, lane,
+                     tile * Shape::BM + group * MTQ * 16, columns * Shape::Q_COLUMNS);
 }
 
 /* --- launchers ---------------------------------------------------------------------------------------------------------------------- */
@@ -1106,8 +1439,21 @@ static cudaError_t launch_forward(Forward call, const AttentionShape *shape, cud
                          call);
 }
 
+/* Is dQ added up by the blocks that own keys, in any order, or made by a kernel of its own? */
+#ifndef FUSED_FROM
+#define FUSED_FROM(HS) 2048
+#endif
+static int fused_wanted(const AttentionShape *shape) { return !shape->deterministic && shape->HS <= 128 && shape->T >= FUSED_FROM(shape->HS); }
+
+/* Floats of the sums of dQ. */
+static int64_t sums_count(const AttentionShape *shape)
+{
+    int64_t HSP = shape->HS <= 32 ? 32 : shape->HS <= 64 ? 64 : shape->HS <= 96 ? 96 : 128;
+    return fused_wanted(shape) ? shape->B * shape->NH * tiles_of(shape->T, 64) * 64 * HSP : 0;
+}
+
 template <int HSP>
-static cudaError_t launch_backward(Backward call, const AttentionShape *shape, cudaStream_t stream)
+static cudaError_t launch_separate(Backward call, const AttentionShape *shape, cudaStream_t stream)
 {
     typedef QueriesShape<HSP> Queries;
     typedef KeysShape<HSP> Keys;
@@ -1117,17 +1463,52 @@ static cudaError_t launch_backward(Backward call, const AttentionShape *shape, c
                                       Queries::BYTES, stream, call);
     if (error != cudaSuccess) return error;
     call.sizes = sizes_of(shape, Keys::ROWS);
-    return kernel_launch(flash_mma_keys_kernel<HSP, false>, dim3(call.sizes.heads * call.sizes.tiles * Keys::SLICES), dim3(Keys::THREADS),
+    return kernel_launch(flash_mma_keys_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles * Keys::SLICES), dim3(Keys::THREADS),
                          Keys::BYTES, stream, call);
 }
 
-/* launch<HSP>(call, shape, stream) for the smallest padded head dimension that holds the shape's own. */
+template <int HSP>
+static cudaError_t launch_fused(Backward call, const AttentionShape *shape, cudaStream_t stream)
+{
+    typedef FusedShape<HSP> Fused;
+    const int ROOM = Fused::Q_COLUMNS <= 32 ? 32 : 64;
+    static_assert(Fused::BYTES <= 163 << 10, "the shared memory of sm_80");
+    static_assert(64 % Fused::BM == 0, "sums_count counts on it");
+    int64_t groups = sums_count(shape) / 4, most = 132 * 16;
+    call.sizes = sizes_of(shape, Fused::BM);
+    dim3 finish(call.sizes.heads * call.sizes.tiles);
+    cudaError_t error = kernel_launch(flash_mma_prepare_kernel, dim3((unsigned)(tiles_of(groups, 256) < most ? tiles_of(groups, 256) : most)), dim3(256), 0,
+                                      stream, call, groups);
+    if (error != cudaSuccess) return error;
+    call.sizes = sizes_of(shape, Fused::ROWS);
+    error = kernel_launch(flash_mma_fused_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Fused::THREADS), Fused::BYTES, stream, call);
+    if (error != cudaSuccess) return error;
+    call.sizes = sizes_of(shape, Fused::BM);
+    return kernel_launch(flash_mma_finish_kernel<HSP>, finish, dim3(Fused::THREADS), Fused::WARPS * Fused::MTQ * 16 * ROOM * 2, stream, call);
+}
+
+template <int HSP, bool FUSED>
+static cudaError_t launch_backward(Backward call, const AttentionShape *shape, cudaStream_t stream)
+{
+    int device = 0, shared = 0;
+    if (!FUSED || !fused_wanted(shape)) return launch_separate<HSP>(call, shape, stream);
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error != cudaSuccess) return error;
+    if constexpr (FUSED)
+        if (FusedShape<HSP>::BYTES <= shared) return launch_fused<HSP>(call, shape, stream);
+    return launch_separate<HSP>(call, shape, stream);
+}
+
+/* launch(HSP)(call, shape, stream) for the smallest padded head dimension that holds the shape's own. */
 #define LAUNCH(launch)                                                         \
-    (shape->HS <= 32   ? launch<32>(call, shape, (cudaStream_t)stream)         \
-     : shape->HS <= 64  ? launch<64>(call, shape, (cudaStream_t)stream)        \
-     : shape->HS <= 96  ? launch<96>(call, shape, (cudaStream_t)stream)        \
-     : shape->HS <= 128 ? launch<128>(call, shape, (cudaStream_t)stream)       \
-                        : launch<256>(call, shape, (cudaStream_t)stream))
+    (shape->HS <= 32   ? launch(32)(call, shape, (cudaStream_t)stream)         \
+     : shape->HS <= 64  ? launch(64)(call, shape, (cudaStream_t)stream)        \
+     : shape->HS <= 96  ? launch(96)(call, shape, (cudaStream_t)stream)        \
+     : shape->HS <= 128 ? launch(128)(call, shape, (cudaStream_t)stream)       \
+                        : launch(256)(call, shape, (cudaStream_t)stream))
+#define LAUNCH_FORWARD(HSP) launch_forward<HSP>
+#define LAUNCH_BACKWARD(HSP) launch_backward<HSP, (HSP <= 128)>
 
 /* --- the table entry ------------------------------------------------------------------------------------------------------------------ */
 
@@ -1145,7 +1526,7 @@ static const char *flash_mma_refuse(const AttentionShape *shape, int sm)
 static int64_t stats_count(const AttentionShape *shape) { return shape->B * shape->NH * padded_length(shape->T); }
 
 static size_t flash_mma_saved_bytes(const AttentionShape *shape) { return (size_t)stats_count(shape) * sizeof(float); }
-static size_t flash_mma_scratch_bytes(const AttentionShape *shape) { return (size_t)stats_count(shape) * sizeof(float); }
+static size_t flash_mma_scratch_bytes(const AttentionShape *shape) { return (size_t)(stats_count(shape) + sums_count(shape)) * sizeof(float); }
 
 static const char *flash_mma_forward(AttentionOutput O, float *LSE, void *saved, void *scratch, AttentionInput Q, AttentionInput K,
                                      AttentionInput V, const AttentionShape *shape, void *stream)
@@ -1159,7 +1540,7 @@ static const char *flash_mma_forward(AttentionOutput O, float *LSE, void *saved,
     call.O = target_of(O);
     call.LSE = LSE;
     call.saved = (float *)saved;
-    cudaError_t error = LAUNCH(launch_forward);
+    cudaError_t error = LAUNCH(LAUNCH_FORWARD);
     return error == cudaSuccess ? NULL : cudaGetErrorString(error);
 }
 
@@ -1180,8 +1561,8 @@ static const char *flash_mma_backward(AttentionOutput dQ, AttentionOutput dK, At
     call.dV = target_of(dV);
     call.saved = (const float *)saved;
     call.D = (float *)scratch;
-    call.sums = NULL;
-    cudaError_t error = LAUNCH(launch_backward);
+    call.sums = call.D + stats_count(shape);
+    cudaError_t error = LAUNCH(LAUNCH_BACKWARD);
     return error == cudaSuccess ? NULL : cudaGetErrorString(error);
 }
 
