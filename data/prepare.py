@@ -4,6 +4,7 @@
     python3 data/prepare.py --text builtin --out runs/toy
     python3 data/prepare.py --text book.txt --out runs/book
     python3 data/prepare.py --text a.txt b.txt --tokenizer gpt2 --out runs/ab
+    python3 data/prepare.py tinystories --limit 100M --out runs/stories
 
 OUT gets train_*.bin and val_*.bin (see shards.h), tokenizer.bin (see tokenizer.h) and corpus.json, which names the sources
 and counts the tokens. Each file of --text is a document: its tokens are followed by one end-of-text token. A tokenizer is
@@ -11,6 +12,9 @@ and counts the tokens. Each file of --text is a document: its tokens are followe
     gpt2             GPT-2's, through tiktoken or tokenizers, whichever is installed
     DIR              GPT-2's or one like it, from local files: vocab.bpe and encoder.json, or merges.txt and vocab.json
     TOKENIZER.json   any tokenizer of Hugging Face, through tokenizers
+
+A data set of the web is downloaded (see sources.py) and its documents are tokenized, the first --limit tokens of it where
+that is given; only the files that these need are downloaded.
 
 The validation part is the tail of the corpus. Lines picked at random would be easier to predict than text that is truly new,
 since their neighbours, often on the same subject in the same words, would be in the training part; and a tail stays the
@@ -40,10 +44,11 @@ import signal
 import stat
 import struct
 import sys
-import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import sources  # noqa: E402
 from grammar import Grammar  # noqa: E402
+from progress import Progress  # noqa: E402
 from vocabulary import Fault, open_tokenizer  # noqa: E402
 
 HEADER_BYTES = 1024
@@ -329,31 +334,7 @@ class ShardWriter:
             self.file, self.count, self.shards = None, 0, self.shards + 1
 
 
-class Progress:
-    """A bar on standard error while that is a terminal."""
-
-    def __init__(self, total):
-        self.total, self.done, self.start, self.shown = total, 0, time.monotonic(), 0.0
-        self.terminal = sys.stderr.isatty()
-
-    def add(self, amount):
-        self.done += amount
-        now = time.monotonic()
-        if self.terminal and (now - self.shown > 0.2 or self.done == self.total):
-            self.shown = now
-            part = self.done / max(self.total, 1)
-            rate = self.done / max(now - self.start, 1e-9)
-            bar = "#" * int(30 * part)
-            sys.stderr.write(f"\r[{bar:30}] {100 * part:3.0f}%  {rate / 1e6:.1f} MB/s  "
-                             f"{(self.total - self.done) / max(rate, 1e-9):.0f} s left  ")
-            sys.stderr.flush()
-
-    def end(self):
-        if self.terminal and self.done:
-            sys.stderr.write("\r\033[K")
-
-
-# --- the two ways -----------------------------------------------------------------------------------------------------
+# --- the three ways ---------------------------------------------------------------------------------------------------
 
 def part_counts(total, fraction):
     """How many of so many tokens go to each part."""
@@ -445,6 +426,85 @@ def prepare_whole(document, staging, args, tokenizer):
     return counts
 
 
+class TokenStream:
+    """Packed tokens as they come, handed on by number. counts_tokens: whether the bar shows tokens, else bytes of files."""
+
+    def __init__(self, packed, tokenizer, progress, counts_tokens):
+        self.packed, self.tokenizer, self.progress, self.counts_tokens = packed, tokenizer, progress, counts_tokens
+        self.rest = memoryview(b"")
+        self.ends_document = True  # what was handed on so far
+
+    def more(self):
+        """Whether there is a token still; then the rest begins with it."""
+        while not self.rest:
+            packed, size = next(self.packed, (None, 0))
+            if packed is None:
+                return False
+            self.rest = memoryview(packed)
+            self.progress.add(len(packed) // self.tokenizer.width if self.counts_tokens else size)
+        return True
+
+    def read(self, most):
+        """Up to so many tokens in packs, until none is left."""
+        width = self.tokenizer.width
+        while most and self.more():
+            pack = self.rest[:most * width]
+            self.rest = self.rest[len(pack):]
+            most -= len(pack) // width
+            self.ends_document = int.from_bytes(pack[-width:], "little") == self.tokenizer.end_of_text
+            yield pack
+
+    def finish_document(self):
+        """Drops tokens up to the end of a document that was handed on in part."""
+        mark, width = self.tokenizer.pack([self.tokenizer.end_of_text]), self.tokenizer.width
+        while not self.ends_document and self.more():
+            data = bytes(self.rest)
+            at = data.find(mark)
+            while at % width > 0:  # the mark's bytes, but of two tokens
+                at = data.find(mark, at + 1)
+            self.ends_document = at >= 0
+            self.rest = self.rest[at + width if at >= 0 else len(data):]
+
+    def close(self):
+        self.packed.close()
+
+
+def prepare_set(files, staging, args, tokenizer):
+    """The documents of a data set. Returns tokens by part."""
+    data, limit = files.set, args.limit or 1 << 62
+    progress = Progress(args.limit or files.size(), " tokens" if args.limit else "B")
+
+    def stream(names):
+        tasks = ((task, data.column, data.separator, args.tokenizer, args.end_of_text)
+                 for name in names for task in files.tasks(name))
+        return TokenStream(in_order(args.workers, sources.encode_task, tasks), tokenizer, progress, bool(args.limit))
+
+    def write(part, packs):
+        writer = ShardWriter(staging, part, tokenizer.width, args.shard_tokens)
+        for pack in packs:
+            writer.write(pack)
+        writer.close()
+        return writer.tokens
+
+    train, counts = stream(files.names()), {}
+    if data.validation == "tail":
+        tokens = b"".join(train.read(limit))
+        counts = part_counts(len(tokens) // tokenizer.width, args.val_fraction)
+        write("train", [tokens[:counts["train"] * tokenizer.width]])
+        write("val", [tokens[counts["train"] * tokenizer.width:]])
+    else:
+        most = int(args.limit * args.val_fraction) if args.limit else limit
+        source = stream(["valid.txt"]) if data.validation == "file" else train
+        counts["val"] = write("val", source.read(min(most, sources.VALIDATION_TOKENS)))
+        train.finish_document()
+        counts["train"] = write("train", train.read(limit - counts["val"]))
+        source.close()
+    train.close()
+    progress.end()
+    check_parts(counts, args.val_fraction)
+    return counts
+
+
 def find_documents(paths):
     documents = []
     for path in paths:
@@ -479,25 +539,30 @@ def write_builtin(path, size, seed):
 def prepare(args):
     tokenizer = open_tokenizer(args.tokenizer, args.end_of_text)
     builtin = args.text == ["builtin"]
-    documents = [] if builtin else find_documents(args.text)
+    documents = find_documents(args.text) if args.text and not builtin else []
     staging = Staging(args.out, args.force)
     try:
         rate = None
-        if builtin:
-            path = staging.file("builtin.txt")
-            write_builtin(path, args.builtin_bytes, args.seed)
-            documents = find_documents([path])
-            rate = Grammar(args.seed).entropy_rate() if args.tokenizer == "bytes" else None
-            sources = [{"path": "builtin", "bytes": documents[0].size, "seed": args.seed}]
+        if args.dataset:
+            files = sources.Files(args.dataset, args.downloads)
+            counts = prepare_set(files, staging, args, tokenizer)
+            corpus_sources = list(files.used.values())
         else:
-            sources = [{"path": path, "bytes": size, "modified": modified} for path, size, modified in documents]
-        counts = prepare_merged(documents, staging, args, tokenizer) if tokenizer.encode else \
-            prepare_bytes(documents, staging, args)
-        if builtin:
-            os.unlink(path)
+            if builtin:
+                path = staging.file("builtin.txt")
+                write_builtin(path, args.builtin_bytes, args.seed)
+                documents = find_documents([path])
+                rate = Grammar(args.seed).entropy_rate() if args.tokenizer == "bytes" else None
+                corpus_sources = [{"path": "builtin", "bytes": documents[0].size, "seed": args.seed}]
+            else:
+                corpus_sources = [{"path": path, "bytes": size, "modified": modified} for path, size, modified in documents]
+            counts = prepare_merged(documents, staging, args, tokenizer) if tokenizer.encode else \
+                prepare_bytes(documents, staging, args)
+            if builtin:
+                os.unlink(path)
         write_file(staging.file("tokenizer.bin"), pack_tokenizer(tokenizer))
         corpus = {"tokenizer": tokenizer.name, "vocab": tokenizer.vocab, "train_tokens": counts["train"],
-                  "val_tokens": counts["val"], "entropy_rate": rate, "sources": sources}
+                  "val_tokens": counts["val"], "entropy_rate": rate, "sources": corpus_sources}
         write_file(staging.file("corpus.json"), json.dumps(corpus, indent=1).encode() + b"\n")
         with signals(signal.SIG_IGN):  # from here on it is a matter of a moment, and should be all or nothing
             staging.publish()
@@ -517,6 +582,15 @@ def whole(least, most):
     return parse
 
 
+def amount_of(text):
+    """A number of tokens: 250000, 100M, 1.5B."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMBG]?)", text)
+    value = round(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}[match[2].upper()]) if match else 0
+    if not 4 <= value < 1 << 60:
+        raise argparse.ArgumentTypeError(f"got {text}, expected tokens from 4 on, as 250000, 100M or 1.5B")
+    return value
+
+
 def fraction_of(text):
     value = float(text)
     if not 0 < value < 1:
@@ -525,23 +599,46 @@ def fraction_of(text):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description="Turns text into the shards of tokens that train_gpt --data DIR reads.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    sets = "".join(f"\n  {name:12} {one.about}" for name, one in sources.SETS.items())
+    parser = argparse.ArgumentParser(description="Turns text, or a data set of the web, into the shards of tokens that "
+                                     "train_gpt --data DIR reads.", epilog="data sets:" + sets,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--text", nargs="+", required=True, metavar="FILE", help="text files, each one a document; or builtin: sentences "
+    add("dataset", nargs="?", metavar="DATASET", help="one of those below, instead of --text")
+    add("--text", nargs="+", metavar="FILE", help="text files, each one a document; or builtin: sentences "
         "of a random grammar whose entropy rate is known")
-    add("--tokenizer", default="bytes", metavar="NAME", help="bytes, gpt2, a directory with vocab.bpe and encoder.json, or "
-        "a tokenizer.json of Hugging Face")
-    add("--out", required=True, metavar="DIR", help="where to write train_*.bin, val_*.bin, tokenizer.bin and corpus.json")
-    add("--val-fraction", type=fraction_of, default=0.1, metavar="F", help="part of the corpus, at its end, for validation")
-    add("--shard-tokens", type=whole(2, SHARD_LIMIT), default=100_000_000, metavar="N", help="most tokens in a shard")
-    add("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json; unset: the usual ones are tried")
+    add("--tokenizer", metavar="NAME", help="bytes, gpt2, a directory with vocab.bpe and encoder.json, or a tokenizer.json "
+        "of Hugging Face (default: bytes for --text and shakespeare, else gpt2)")
+    add("--out", metavar="DIR", help="where to write train_*.bin, val_*.bin, tokenizer.bin and corpus.json (default: "
+        "runs/DATASET)")
+    add("--limit", type=amount_of, metavar="N", help="of a data set take the first N tokens, as 100M (default: all)")
+    add("--downloads", default="runs/downloads", metavar="DIR", help="a data set's files, in DIR/DATASET (default: "
+        "%(default)s)")
+    add("--val-fraction", type=fraction_of, default=0.1, metavar="F", help="part of the corpus for validation: the end of "
+        "texts, the first documents of a data set, unless it has a part for that (default: %(default)s; of a data set at "
+        f"most {sources.VALIDATION_TOKENS // 10**6}M tokens)")
+    add("--shard-tokens", type=whole(2, SHARD_LIMIT), default=100_000_000, metavar="N", help="most tokens in a shard "
+        "(default: %(default)s)")
+    add("--end-of-text", metavar="TOKEN", help="the end-of-text token of a tokenizer.json (default: the usual ones are "
+        "tried)")
     add("--workers", type=whole(1, 4096), default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1, metavar="N", help="processes")
-    add("--builtin-bytes", type=whole(1, 1 << 40), default=4_000_000, metavar="N", help="size of the builtin corpus")
-    add("--seed", type=whole(0, 2**63 - 1), default=1, metavar="N", help="of the builtin corpus")
+        else os.cpu_count() or 1, metavar="N", help="processes (default: %(default)s)")
+    add("--builtin-bytes", type=whole(1, 1 << 40), default=4_000_000, metavar="N", help="size of the builtin corpus "
+        "(default: %(default)s)")
+    add("--seed", type=whole(0, 2**63 - 1), default=1, metavar="N", help="of the builtin corpus (default: %(default)s)")
     add("--force", action="store_true", help="replace the corpus that --out holds")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if bool(args.dataset) == bool(args.text):
+        parser.error("expected either a data set or --text FILE, got " + ("both" if args.text else "neither"))
+    if args.dataset and args.dataset not in sources.SETS:
+        parser.error(f"got the data set {args.dataset!r}, expected one of {', '.join(sources.SETS)}")
+    if args.text and (args.limit or not args.out):
+        parser.error("--limit is for data sets" if args.limit else "--text needs --out DIR")
+    if args.dataset and not args.out:
+        args.out = os.path.join("runs", args.dataset)
+    if not args.tokenizer:
+        args.tokenizer = sources.SETS[args.dataset].tokenizer if args.dataset else "bytes"
+    return args
 
 
 def stop(number, _frame):
