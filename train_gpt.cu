@@ -247,19 +247,14 @@ static int setup_attention(Trainer *t)
     return t->attention ? 0 : EXIT_OPTION;
 }
 
-/* Opens one set of shards, --train's or --val's glob, else NAME_*.bin of the data directory. Small sets are read through once, so
+/* Opens one set of shards, --train's or --val's glob, else those of the data directory. Small sets are read through once, so
  * that a bad token is found now; of large ones every batch is checked as it is read. */
 static int setup_shards(Trainer *t, ShardSet *set, const char *pattern, const char *name)
 {
     enum { CHECK_MOST = 500000000 };
-    char path[PATH_BYTES];
+    char path[2 * PATH_BYTES];
     if (!*pattern) {
-        size_t length = 0;
-        for (const char *at = t->options.data; *at && length < sizeof path - 64; at++) { /* the directory is a name, not a pattern */
-            if (strchr("*?[]\\", *at)) path[length++] = '\\';
-            path[length++] = *at;
-        }
-        snprintf(path + length, sizeof path - length, "/%s_*.bin", name);
+        if (shards_find(t->options.data, name, path, sizeof path, &t->error)) return EXIT_MACHINE;
         pattern = path;
     }
     if (shards_open(set, pattern, &t->error)) return EXIT_MACHINE;

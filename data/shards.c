@@ -15,6 +15,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -184,6 +185,27 @@ int shards_open(ShardSet *set, const char *pattern, Error *error)
     /* By bytes and not by the locale's rules, which glob would follow: the order is part of what a seed means. */
     qsort(set->shards, set->count, sizeof *set->shards, compare_shards);
     return 0;
+}
+
+int shards_find(const char *directory, const char *part, char *out, size_t size, Error *error)
+{
+    static const char *const names[] = {"%s_*.bin", "%s.bin", "*_%s_*.bin", "*_%s.bin"};
+    size_t length = 0, most = strlen(part) + sizeof "/*__*.bin";
+    if (2 * strlen(directory) + most > size) return error_set(error, "%.200s...: the path is too long", directory);
+    for (const char *at = directory; *at; at++) { /* the directory is a name, not a pattern */
+        if (strchr("*?[]\\", *at)) out[length++] = '\\';
+        out[length++] = *at;
+    }
+    out[length++] = '/';
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        glob_t found;
+        snprintf(out + length, size - length, names[i], part);
+        int status = glob(out, GLOB_NOSORT, NULL, &found);
+        globfree(&found);
+        if (!status) return 0;
+    }
+    return error_set(error, "%s: holds no shards: looked for %s_*.bin, %s.bin, *_%s_*.bin and *_%s.bin", directory, part, part,
+                     part, part);
 }
 
 void shards_close(ShardSet *set)

@@ -42,6 +42,11 @@ typedef struct ShardSet {
 int shards_open(ShardSet *set, const char *pattern, Error *error);
 void shards_close(ShardSet *set);
 
+/* Writes to out, of `size` bytes, the pattern by which shards_open finds a part ("train", "val") in a directory: the first
+ * of PART_*.bin (data/prepare.py), PART.bin (nanoGPT), *_PART_*.bin (llm.c, modded-nanogpt) and *_PART.bin (llm.c's small
+ * sets) that matches a file. Fails, with the names that were looked for, where none does. Returns 0 or -1. */
+int shards_find(const char *directory, const char *part, char *out, size_t size, Error *error);
+
 /* Token i of a shard, 0 <= i < count, not checked. */
 uint32_t shard_token(const Shard *shard, int64_t i);
 

@@ -32,9 +32,9 @@ typedef struct OptionRow {
 #define COUNT_MOST 9007199254740992.0 /* 2^53: exact in a double, so config.json keeps it */
 
 static const OptionRow TABLE[] = {
-    {"data", KIND_TEXT, FIELD(data), "", 0, 0, "DIR", MAY_CHANGE, "directory with train_*.bin, val_*.bin, tokenizer.bin (data/prepare.py makes it)"},
-    {"train", KIND_TEXT, FIELD(train), "", 0, 0, "GLOB", MAY_CHANGE, "training shards, instead of DIR/train_*.bin"},
-    {"val", KIND_TEXT, FIELD(val), "", 0, 0, "GLOB", MAY_CHANGE, "validation shards, instead of DIR/val_*.bin"},
+    {"data", KIND_TEXT, FIELD(data), "", 0, 0, "DIR", MAY_CHANGE, "directory with train_*.bin, val_*.bin, tokenizer.bin (data/prepare.py makes it), or shards as llm.c, nanoGPT name them"},
+    {"train", KIND_TEXT, FIELD(train), "", 0, 0, "GLOB", MAY_CHANGE, "training shards, instead of DIR's"},
+    {"val", KIND_TEXT, FIELD(val), "", 0, 0, "GLOB", MAY_CHANGE, "validation shards, instead of DIR's"},
     {"model", KIND_TEXT, FIELD(model), "", 0, 0, "NAME", FIXED, "gpt2, gpt2-medium, gpt2-large, gpt2-xl, or dN: N layers, N heads, 64*N wide (gpt2 where nothing says otherwise)"},
     {"layers", KIND_COUNT, FIELD(layers), "0", 0, 4096, "L", FIXED, "number of blocks; 0: as the model says"},
     {"heads", KIND_COUNT, FIELD(heads), "0", 0, 65536, "NH", FIXED, "attention heads a block; 0: as the model says"},
