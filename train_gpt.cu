@@ -656,6 +656,12 @@ static void trainer_free(Trainer *t)
     free(t);
 }
 
+/* What train_gpt does besides training, by its first argument; each takes what follows and returns the exit status. */
+static const struct { const char *name; int (*run)(int argc, char **argv, Error *error); } COMMANDS[] = {
+    {"export", export_run},
+};
+enum { COMMAND_COUNT = sizeof COMMANDS / sizeof COMMANDS[0] };
+
 int main(int argc, char **argv)
 {
     process_prepare();
@@ -667,10 +673,11 @@ int main(int argc, char **argv)
     }
     t->run.lock = -1;
     t->entropy_rate = (double)NAN;
-    int exporting = argc > 1 && !strcmp(argv[1], "export");
-    int status = exporting ? export_run(argc - 1, argv + 1, &t->error)
-                           : options_parse(&t->options, &t->given, argc, argv, &t->error) ? EXIT_OPTION : 0;
-    if (exporting) {
+    size_t command = 0;
+    while (command < COMMAND_COUNT && (argc < 2 || strcmp(argv[1], COMMANDS[command].name))) command++;
+    int status = command < COMMAND_COUNT ? COMMANDS[command].run(argc - 1, argv + 1, &t->error)
+                 : options_parse(&t->options, &t->given, argc, argv, &t->error) ? EXIT_OPTION : 0;
+    if (command < COMMAND_COUNT) {
         fflush(stdout);
     } else if (!status && t->options.help) {
         options_help();
