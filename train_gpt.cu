@@ -1,6 +1,6 @@
 /* train_gpt.cu - the trainer: from options to a trained model. Plain C that nvcc and `cc -x c` both compile; no kernel in it.
  *
- *     main        options -> setup -> train -> report, or a command: export
+ *     main        options -> setup -> train -> report, or a command: export, inspect
  *     setup       what was asked for and what is there become a model, a loader and a run directory; all faults of the user
  *                 surface here, before anything long is begun and before anything is written
  *     train       update after update: micro-steps, norm, AdamW; evaluation, sample, checkpoint when they are due
@@ -22,6 +22,7 @@
 #include "layers/gpt.h"
 #include "trainer/display.h"
 #include "trainer/export.h"
+#include "trainer/inspect.h"
 #include "trainer/options.h"
 #include "trainer/process.h"
 #include "trainer/run.h"
@@ -659,6 +660,7 @@ static void trainer_free(Trainer *t)
 /* What train_gpt does besides training, by its first argument; each takes what follows and returns the exit status. */
 static const struct { const char *name; int (*run)(int argc, char **argv, Error *error); } COMMANDS[] = {
     {"export", export_run},
+    {"inspect", inspect_run},
 };
 enum { COMMAND_COUNT = sizeof COMMANDS / sizeof COMMANDS[0] };
 

@@ -187,6 +187,20 @@ int shards_open(ShardSet *set, const char *pattern, Error *error)
     return 0;
 }
 
+int shards_open_file(ShardSet *set, const char *path, Error *error)
+{
+    memset(set, 0, sizeof *set);
+    set->shards = calloc(1, sizeof *set->shards);
+    if (!set->shards) return error_set(error, "%s: not enough memory", path);
+    if (shard_open(set->shards, path, error)) {
+        shards_close(set);
+        return -1;
+    }
+    set->count = 1;
+    set->tokens = set->shards->count;
+    return 0;
+}
+
 int shards_find(const char *directory, const char *part, char *out, size_t size, Error *error)
 {
     static const char *const names[] = {"%s_*.bin", "%s.bin", "*_%s_*.bin", "*_%s.bin"};

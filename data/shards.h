@@ -40,6 +40,8 @@ typedef struct ShardSet {
 /* Opens every file that the glob `pattern` matches. Errors: no match, unreadable, empty, short, truncated, too long, unknown
  * version, not a regular file. On an error nothing stays open. Returns 0 or -1. */
 int shards_open(ShardSet *set, const char *pattern, Error *error);
+/* The same with one file, by its name. */
+int shards_open_file(ShardSet *set, const char *path, Error *error);
 void shards_close(ShardSet *set);
 
 /* Writes to out, of `size` bytes, the pattern by which shards_open finds a part ("train", "val") in a directory: the first

@@ -243,7 +243,7 @@ int options_given(const OptionsGiven *given, const char *name)
 
 void options_help(void)
 {
-    printf("usage: train_gpt --data DIR [options]\n       train_gpt export --to FORMAT FROM OUT   (export --help)\n\nTrains a GPT on token shards and writes logs and checkpoints that Hugging Face's transformers opens.\n"
+    printf("usage: train_gpt --data DIR [options]\n       train_gpt export --to FORMAT FROM OUT   (export --help)\n       train_gpt inspect SHARD...   (inspect --help)\n\nTrains a GPT on token shards and writes logs and checkpoints that Hugging Face's transformers opens.\n"
            "Example:\n  python3 data/prepare.py --text book.txt --tokenizer bytes --out runs/book\n"
            "  ./train_gpt --data runs/book --layers 4 --heads 4 --dim 128 --seq 64 --batch 12 --steps 2000 --out runs/book-1\n\n");
     for (int i = 0; i < ROWS; i++) {
