@@ -107,7 +107,7 @@ test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: unde
 
 # Kernels file by file, then all of the GPU's backend: the ordinary tests and the trainer, built with SIMT=1.
 EMULATED := $(BUILD)/emulated
-EMULATED_TESTS := $(if $(SIMT_CXX),tests/test_cuda_layers tests/test_cuda_gpt tests/test_attention)
+EMULATED_TESTS := $(if $(SIMT_CXX),tests/test_cuda_layers tests/test_cuda_gpt tests/test_attention tests/test_decode)
 emulated: $(TRAIN) $(KERNELS) $(EMULATED_TESTS:%=$(BUILD)/%)
 test-simt: $(SIMT_TESTS)  ## the GPU code on the CPU, under the emulation of tests/simt and sanitizers
 	$(if $(EMULATED_TESTS),@$(MAKE) --no-print-directory SIMT=1 DEBUG=1 VARIANT=$(EMULATED:build/%=%) emulated)

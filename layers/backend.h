@@ -168,6 +168,18 @@ typedef struct Backend {
     /* out (n) = gelu(pre (n)): recomputes what linear_gelu_forward gave. */
     void (*gelu_forward)(void *out, const void *pre, int64_t n, Stream *stream);
 
+    /* --- attention of new tokens over a cache of keys and values: writing one token after another ---------------------- */
+
+    /* A cache of S sequences is (S,2,NH,T,HS) real: of each its keys, then its values, up to T rows. */
+
+    /* Rows 0..n-1 of sequences first..first+count-1 = keys and values of qkv (n,3,NH,HS): one text, for all of them. */
+    void (*cache_fill)(void *cache, const void *qkv, int64_t first, int64_t count, int64_t n, int64_t T, int64_t NH,
+                       int64_t HS, Stream *stream);
+    /* One more token of each of the sequences 0..B-1, at position t < T: rows t = keys and values of qkv (B,3,NH,HS), then
+     * out (B,NH,HS) real = softmax(scale * query . keys 0..t) of its values. A sequence's result does not depend on B. */
+    void (*cache_attend)(void *out, void *cache, const void *qkv, float scale, int64_t B, int64_t t, int64_t T, int64_t NH,
+                         int64_t HS, Stream *stream);
+
     /* --- classifier: softmax cross entropy over rows of logits -------------------------------------------------------- */
 
     /* losses (N) fp32 = log(sum_v exp(logits[n,v])) - logits[n,targets[n]] over v < V, 0 where targets[n] is -1 (a row that

@@ -73,6 +73,11 @@ size_t linear_scratch_cpu(int64_t N, int64_t C, int64_t OC);
 
 void gelu_forward_cpu(void *out, const void *pre, int64_t n, Stream *stream);
 
+void cache_fill_cpu(void *cache, const void *qkv, int64_t first, int64_t count, int64_t n, int64_t T, int64_t NH,
+                    int64_t HS, Stream *stream);
+void cache_attend_cpu(void *out, void *cache, const void *qkv, float scale, int64_t B, int64_t t, int64_t T, int64_t NH,
+                      int64_t HS, Stream *stream);
+
 void loss_forward_backward_cpu(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V,
                                int64_t Vp, Stream *stream);
 

@@ -267,8 +267,8 @@ static void recording_free_cuda(Recording *recording)
             layernorm_forward_cuda<REAL>, residual_layernorm_forward_cuda<REAL>, layernorm_backward_cuda<REAL>,             \
             layernorm_scratch_cuda, linear_forward_cuda<REAL>, linear_gelu_forward_cuda<REAL>,                              \
             linear_backward_input_cuda<REAL>, linear_backward_weight_cuda<REAL>, linear_scratch_cuda,                       \
-            gelu_forward_cuda<REAL>, loss_forward_backward_cuda<REAL>, losses_sum_cuda, global_norm_cuda,                   \
-            norm_scratch_cuda, adamw_update_cuda<REAL>                                                                      \
+            gelu_forward_cuda<REAL>, cache_fill_cuda<REAL>, cache_attend_cuda<REAL>, loss_forward_backward_cuda<REAL>,      \
+            losses_sum_cuda, global_norm_cuda, norm_scratch_cuda, adamw_update_cuda<REAL>                                   \
     }
 
 extern const Backend backend_cuda_fp32 = TABLE("cuda_fp32", DTYPE_FP32, float, open_fp32, peak_fp32);

@@ -200,6 +200,12 @@ template <typename Real> void gelu_forward_cuda(void *out, const void *pre, int6
 /* dx (n) *= gelu'(pre (n)): for products whose epilogue cannot. */
 template <typename Real> void gelu_backward_cuda(void *dx, const void *pre, int64_t n, Stream *stream);
 template <typename Real>
+void cache_fill_cuda(void *cache, const void *qkv, int64_t first, int64_t count, int64_t n, int64_t T, int64_t NH,
+                     int64_t HS, Stream *stream);
+template <typename Real>
+void cache_attend_cuda(void *out, void *cache, const void *qkv, float scale, int64_t B, int64_t t, int64_t T, int64_t NH,
+                       int64_t HS, Stream *stream);
+template <typename Real>
 void loss_forward_backward_cuda(float *losses, void *logits, const int32_t *targets, float dscale, int64_t N, int64_t V,
                                 int64_t Vp, Stream *stream);
 void losses_sum_cuda(double *total, const float *losses, int64_t N, Stream *stream);

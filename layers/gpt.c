@@ -44,6 +44,7 @@ typedef enum Activation {
     ACT_RESID,                                                           /* block inputs; one more than layers in training */
     ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_SAVED,
     ACT_RESID_MID, ACT_LN2, ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_PRE, ACT_GELU,
+    ACT_CACHE,                                                           /* keys and values, of every layer always */
     ACT_COUNT
 } Activation;
 
@@ -255,12 +256,19 @@ static size_t batch_bytes(int64_t N)
     return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
+/* Rows of activations: tokens of the largest batch, or of one token for each sequence of the cache. */
+static int64_t rows_most(const GptOptions *options)
+{
+    int64_t rows = options->batch * options->sequence;
+    return rows > options->cache ? rows : options->cache;
+}
+
 static int64_t micro_steps_most(const GptOptions *options) { return options->micro_steps > 0 ? options->micro_steps : 1; }
 
 static ActivationLayout activation_layout(const GptConfig *config, const GptOptions *options, const Backend *backend,
                                           const AttentionKernel *attention)
 {
-    int64_t N = options->batch * options->sequence, C = config->channels, L = config->layers;
+    int64_t N = rows_most(options), C = config->channels, L = config->layers;
     size_t real = backend->element, rows = (size_t)N, wide = (size_t)(N * C);
     AttentionShape shape = attention_shape(config, options, backend, options->batch, options->sequence);
     int keep = options->training && options->recompute != GPT_RECOMPUTE_BLOCK;
@@ -278,11 +286,13 @@ static ActivationLayout activation_layout(const GptConfig *config, const GptOpti
         [ACT_SAVED] = attention ? attention->saved_bytes(&shape) : 0, [ACT_RESID_MID] = wide * 4,
         [ACT_LN2] = wide * real, [ACT_LN2_MEAN] = rows * 4, [ACT_LN2_RSTD] = rows * 4, [ACT_PRE] = 4 * wide * real,
         [ACT_GELU] = 4 * wide * real,
+        [ACT_CACHE] = (size_t)(options->cache * 2 * options->sequence * C) * real,
     };
     for (int a = 0; a < ACT_COUNT; a++) {
         int64_t slots = 1;
         if (a == ACT_RESID) slots = options->training ? L + 1 : 1;
         else if (a == ACT_GELU) slots = keep_gelu ? L : 1;
+        else if (a == ACT_CACHE) slots = L;
         else if (a > ACT_RESID) slots = keep ? L : 1;
         layout.slots[a] = slots;
         layout.offset[a] = layout.bytes;
@@ -295,7 +305,7 @@ static ActivationLayout activation_layout(const GptConfig *config, const GptOpti
 static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *options, const Backend *backend,
                                     const AttentionKernel *attention, int64_t Vp)
 {
-    int64_t N = options->batch * options->sequence, C = config->channels, T = options->sequence;
+    int64_t N = rows_most(options), C = config->channels, T = options->sequence;
     size_t real = backend->element, wide = (size_t)(N * C) * real;
     int64_t chunk = classifier_chunk(N, Vp, real);
     AttentionShape shape = attention_shape(config, options, backend, options->batch, T);
@@ -410,10 +420,10 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
     gpt->attention = attention;
     gpt->plan = plan;
     gpt->Vp = padded_vocab(config, backend);
-    gpt->chunk = classifier_chunk(options->batch * options->sequence, gpt->Vp, backend->element);
+    gpt->chunk = classifier_chunk(rows_most(options), gpt->Vp, backend->element);
     gpt->tensor_count = tensors_layout(NULL, gpt->kind_first, &gpt->flat, &gpt->flat_decay, config, gpt->Vp);
     gpt->tensors = (GptTensor *)calloc(gpt->tensor_count, sizeof *gpt->tensors);
-    size_t batch = batch_bytes(options->batch * options->sequence);
+    size_t batch = batch_bytes(rows_most(options));
     gpt->batch_host = (int32_t *)backend->alloc_host(batch, stream);
     gpt->upload_host = options->training
                            ? (int32_t *)backend->alloc_host(2 * (size_t)micro_steps_most(options) * batch, stream)
@@ -629,15 +639,39 @@ static void attention_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
     if (fault && !gpt->fault) gpt->fault = fault;
 }
 
+/* What a pass has to do with the cache: nothing; its rows are a whole text, to be kept for sequences first..first+count-1;
+ * or they are one token, at `position`, of each sequence. */
+typedef struct CacheUse {
+    enum { CACHE_UNUSED, CACHE_FILLED, CACHE_EXTENDED } kind;
+    int64_t first, count, position;
+} CacheUse;
+
+static const CacheUse no_cache = {CACHE_UNUSED, 0, 0, 0};
+
+/* Attention of layer l, its queries, keys and values being in ACT_QKV. */
+static void attend(Gpt *gpt, int64_t l, int64_t B, int64_t T, CacheUse use)
+{
+    const Backend *be = gpt->backend;
+    int64_t room = gpt->options.sequence, NH = gpt->config.heads, HS = gpt->config.channels / NH;
+    void *qkv = act_at(gpt, ACT_QKV, l), *cache = act_at(gpt, ACT_CACHE, l);
+    float scale = attention_shape(&gpt->config, &gpt->options, be, B, T).scale;
+    if (use.kind == CACHE_EXTENDED) {
+        be->cache_attend(act_at(gpt, ACT_ATT, l), cache, qkv, scale, B, use.position, room, NH, HS, gpt->stream);
+        return;
+    }
+    if (use.kind == CACHE_FILLED) be->cache_fill(cache, qkv, use.first, use.count, T, room, NH, HS, gpt->stream);
+    attention_forward(gpt, l, B, T);
+}
+
 /* Block l from its ln1 on up to gelu(fc): all that its backward reads. resid: the block's input (N,C). */
-static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, const float *resid)
+static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, const float *resid, CacheUse use)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T, C = gpt->config.channels;
     void *branch = gpt->scratch + gpt->layout.branch;
     be->linear_forward(act_at(gpt, ACT_QKV, l), act_at(gpt, ACT_LN1, l), weight_at(gpt, GPT_QKV_W, l),
                        weight_at(gpt, GPT_QKV_B, l), N, C, 3 * C, gpt->stream);
-    attention_forward(gpt, l, B, T);
+    attend(gpt, l, B, T, use);
     be->linear_forward(branch, act_at(gpt, ACT_ATT, l), weight_at(gpt, GPT_PROJ_W, l), weight_at(gpt, GPT_PROJ_B, l), N, C,
                        C, gpt->stream);
     be->residual_layernorm_forward(resid_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l),
@@ -696,15 +730,16 @@ static const int32_t *batch_targets(const Gpt *gpt, int64_t N) { return batch_to
 static const int32_t *batch_plan(const Gpt *gpt, int64_t N) { return batch_tokens(gpt) + 2 * N; }
 
 /* The batch on the device, B sequences of T, to ln_f's output. */
-static void model_forward(Gpt *gpt, int64_t B, int64_t T)
+static void model_forward(Gpt *gpt, int64_t B, int64_t T, CacheUse use)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T;
-    be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0),
-                          weight_at(gpt, GPT_WPE, 0), B, T, gpt->config.channels, gpt->stream);
+    const char *wpe = (const char *)weight_at(gpt, GPT_WPE, 0) + (size_t)(use.position * gpt->config.channels) * be->element;
+    be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0), wpe, B, T,
+                          gpt->config.channels, gpt->stream);
     block_start(gpt, 0, N);
     for (int64_t l = 0; l < gpt->config.layers; l++) {
-        block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l));
+        block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l), use);
         block_finish(gpt, l, N);
     }
 }
@@ -747,30 +782,64 @@ double gpt_loss(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t
     if (B < 1 || T < 1) return 0;
     batch_copy_in(gpt, tokens, targets, B * T, 0);
     gpt->backend->zero(result_at(gpt), sizeof(StepResult), gpt->stream);
-    model_forward(gpt, B, T);
+    model_forward(gpt, B, T, no_cache);
     classify(gpt, B * T, 0);
     return loss_result(gpt);
 }
 
-void gpt_logits(Gpt *gpt, float *logits, const int32_t *tokens, int64_t T)
+double gpt_losses(Gpt *gpt, float *losses, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T)
+{
+    double sum = gpt_loss(gpt, tokens, targets, B, T);
+    if (B > 0 && T > 0) gpt->backend->copy_out(losses, act_at(gpt, ACT_LOSSES, 0), (size_t)(B * T) * 4, gpt->stream);
+    return sum;
+}
+
+/* Logits (count,V) of rows row, row+1, ... of ln_f's output, to host memory. */
+static void logits_copy_out(Gpt *gpt, float *logits, int64_t row, int64_t count)
 {
     const Backend *be = gpt->backend;
     int64_t C = gpt->config.channels, V = gpt->config.vocab;
-    batch_copy_in(gpt, tokens, NULL, T, 0);
-    model_forward(gpt, 1, T);
-    char *row = (char *)act_at(gpt, ACT_LNF, 0) + (size_t)((T - 1) * C) * be->element,
-         *out = gpt->scratch + gpt->layout.logits;
-    be->linear_forward(out, row, weight_at(gpt, GPT_WTE, 0), NULL, 1, C, gpt->Vp, gpt->stream);
-    if (be->dtype == DTYPE_FP32) {
-        be->copy_out(logits, out, (size_t)V * 4, gpt->stream);
-        return;
-    }
     float *staging = (float *)(gpt->scratch + gpt->layout.work);
-    for (int64_t done = 0; done < V; done += STAGING_ELEMENTS) {
-        int64_t n = V - done < STAGING_ELEMENTS ? V - done : STAGING_ELEMENTS;
-        be->to_fp32(staging, out + (size_t)done * be->element, n, gpt->stream);
-        be->copy_out(logits + done, staging, (size_t)n * 4, gpt->stream);
+    char *out = gpt->scratch + gpt->layout.logits;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = i % gpt->chunk;
+        const char *logits_row = out + (size_t)(at * gpt->Vp) * be->element; /* (Vp) */
+        if (at == 0) { /* the next rows that the scratch can hold */
+            const char *hidden = (const char *)act_at(gpt, ACT_LNF, 0) + (size_t)((row + i) * C) * be->element;
+            int64_t rows = count - i < gpt->chunk ? count - i : gpt->chunk;
+            be->linear_forward(out, hidden, weight_at(gpt, GPT_WTE, 0), NULL, rows, C, gpt->Vp, gpt->stream);
+        }
+        if (be->dtype == DTYPE_FP32) {
+            be->copy_out(logits + i * V, logits_row, (size_t)V * 4, gpt->stream);
+            continue;
+        }
+        for (int64_t done = 0; done < V; done += STAGING_ELEMENTS) {
+            int64_t n = V - done < STAGING_ELEMENTS ? V - done : STAGING_ELEMENTS;
+            be->to_fp32(staging, logits_row + (size_t)done * be->element, n, gpt->stream);
+            be->copy_out(logits + i * V + done, staging, (size_t)n * 4, gpt->stream);
+        }
     }
+}
+
+void gpt_logits(Gpt *gpt, float *logits, const int32_t *tokens, int64_t T)
+{
+    batch_copy_in(gpt, tokens, NULL, T, 0);
+    model_forward(gpt, 1, T, no_cache);
+    logits_copy_out(gpt, logits, T - 1, 1);
+}
+
+void gpt_prefill(Gpt *gpt, float *logits, int64_t first, int64_t count, const int32_t *tokens, int64_t n)
+{
+    batch_copy_in(gpt, tokens, NULL, n, 0);
+    model_forward(gpt, 1, n, (CacheUse){CACHE_FILLED, first, count, 0});
+    if (logits) logits_copy_out(gpt, logits, n - 1, 1);
+}
+
+void gpt_decode(Gpt *gpt, float *logits, const int32_t *tokens, int64_t B, int64_t t)
+{
+    batch_copy_in(gpt, tokens, NULL, B, 0);
+    model_forward(gpt, B, 1, (CacheUse){CACHE_EXTENDED, 0, B, t});
+    logits_copy_out(gpt, logits, 0, B);
 }
 
 /* --- backward and update ----------------------------------------------------------------------------------------------- */
@@ -839,7 +908,7 @@ static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T, C = gpt->config.channels;
-    model_forward(gpt, B, T);
+    model_forward(gpt, B, T, no_cache);
     classify(gpt, N, dscale);
     if (dscale == 0) return;
 
@@ -852,7 +921,7 @@ static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
     for (int64_t l = gpt->config.layers - 1; l >= 0; l--) {
         if (gpt->options.recompute == GPT_RECOMPUTE_BLOCK) {
             block_start(gpt, l, N);
-            block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l));
+            block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l), no_cache);
         } else if (gpt->options.recompute == GPT_RECOMPUTE_GELU) {
             be->gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), 4 * N * C, gpt->stream);
         }

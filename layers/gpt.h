@@ -35,6 +35,7 @@ typedef struct GptOptions {
     int deterministic;
     float scale;            /* attention's factor; 0 means 1/sqrt(HS) */
     int64_t micro_steps;    /* batches that an update may gather through gpt_upload; 0 means 1 */
+    int64_t cache;          /* sequences whose keys and values are kept for gpt_prefill and gpt_decode; 0: none */
     int no_recording;       /* 1: queue every operation of a step anew instead of replaying a recording of it */
 } GptOptions;
 
@@ -61,7 +62,7 @@ typedef enum GptBuffer { GPT_PARAMETERS, GPT_GRADIENTS, GPT_MOMENT1, GPT_MOMENT2
 /* Bytes by category, as gpt_create will allocate them. */
 typedef struct GptPlan {
     int64_t parameters_count; /* as the field counts: no padding, head tied */
-    size_t parameters, gradients, optimizer, activations, scratch, total;
+    size_t parameters, gradients, optimizer, activations, scratch, total; /* the cache counts as activations */
 } GptPlan;
 
 typedef struct Gpt Gpt;
@@ -99,11 +100,24 @@ void gpt_init_random(Gpt *gpt, uint64_t seed);
  * or gpt_backward overwrites the activations of the last. */
 double gpt_loss(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);
 
+/* The same, with the loss of each token in losses (B,T), host memory, fp32: 0 for one that does not count. */
+double gpt_losses(Gpt *gpt, float *losses, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);
+
 /* Forward and backward; gradients += dscale * d(sum of losses)/d(parameters). Returns the sum of losses, as gpt_loss. */
 double gpt_backward(Gpt *gpt, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T, float dscale);
 
 /* Logits (V) of position T-1 of one sequence of T tokens in host memory, to host memory, fp32. */
 void gpt_logits(Gpt *gpt, float *logits, const int32_t *tokens, int64_t T);
+
+/* Writing on, without reading again what was read: needs options.cache, which bounds the sequences.
+ *     gpt_prefill  reads a text of n tokens, 1 <= n <= options.sequence, and keeps its keys and values as those of each of
+ *                  the sequences first..first+count-1, in place of what these had; logits (V) of its last position, or NULL
+ *     gpt_decode   one more token (B) for each of the sequences 0..B-1, which all hold t tokens, t < options.sequence:
+ *                  logits (B,V) of the new position
+ * Tokens and logits lie in host memory. Training between two calls is allowed, and makes what is kept that of older
+ * weights. */
+void gpt_prefill(Gpt *gpt, float *logits, int64_t first, int64_t count, const int32_t *tokens, int64_t n);
+void gpt_decode(Gpt *gpt, float *logits, const int32_t *tokens, int64_t B, int64_t t);
 
 void gpt_zero_gradients(Gpt *gpt);
 

@@ -41,4 +41,8 @@ static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
 /* Logits of a whole model beside those of another program, by the largest of them: fp32 in another order of sums. */
 #define MODEL_LOGITS 1e-5
 
+/* Logits of a text that was read one token after another beside those of the same text read at once, by the largest of them:
+ * sums in another order, and in bf16 activations that are rounded to another neighbour here and there. */
+static const double decode_logits[DTYPE_COUNT] = {2e-6 /* fp32 */, 2e-2 /* bf16 */};
+
 #endif
