@@ -1,9 +1,8 @@
-/* options.c - the table of options and everything that is derived from it. To add an option: a field in Options, a row here. */
+/* options.c - the table of options and everything that is derived from it. To add one: a field in Options, a row here. */
 #include "trainer/options.h"
 
 #include <ctype.h>
 #include <errno.h>
-#include <getopt.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,81 +10,90 @@
 #include <unistd.h>
 
 #include "data/json.h"
-
-typedef enum OptionKind { KIND_TEXT, KIND_COUNT, KIND_REAL, KIND_CHOICE, KIND_FLAG } OptionKind;
-
-/* May a resumed run change it? What shapes the model or the order of the data may not: the run would no longer be one run. */
-typedef enum OptionChange { MAY_CHANGE, FIXED, NOT_KEPT } OptionChange;
-
-typedef struct OptionRow {
-    const char *name;
-    OptionKind kind;
-    size_t field;           /* offset in Options */
-    const char *standard;   /* the default, as it would be typed */
-    double least, most;     /* of counts and reals */
-    const char *choices;    /* of choices, in enum order, separated by '|'; of others: what the value is called in --help */
-    OptionChange change;
-    const char *help;
-} OptionRow;
+#include "trainer/table.h"
 
 #define FIELD(name) offsetof(Options, name)
-#define COUNT_MOST 9007199254740992.0 /* 2^53: exact in a double, so config.json keeps it */
 
 static const OptionRow TABLE[] = {
-    {"data", KIND_TEXT, FIELD(data), "", 0, 0, "DIR", MAY_CHANGE, "directory with train_*.bin, val_*.bin, tokenizer.bin (data/prepare.py makes it), or shards as llm.c, nanoGPT name them"},
-    {"train", KIND_TEXT, FIELD(train), "", 0, 0, "GLOB", MAY_CHANGE, "training shards, instead of DIR's"},
-    {"val", KIND_TEXT, FIELD(val), "", 0, 0, "GLOB", MAY_CHANGE, "validation shards, instead of DIR's"},
-    {"model", KIND_TEXT, FIELD(model), "", 0, 0, "NAME", FIXED, "gpt2, gpt2-medium, gpt2-large, gpt2-xl, or dN: N layers, N heads, 64*N wide (gpt2 where nothing says otherwise)"},
-    {"layers", KIND_COUNT, FIELD(layers), "0", 0, 4096, "L", FIXED, "number of blocks; 0: as the model says"},
-    {"heads", KIND_COUNT, FIELD(heads), "0", 0, 65536, "NH", FIXED, "attention heads a block; 0: as the model says"},
-    {"dim", KIND_COUNT, FIELD(dim), "0", 0, 1048576, "C", FIXED, "channels, divisible by heads; 0: as the model says"},
-    {"context", KIND_COUNT, FIELD(context), "0", 0, 67108864, "N", FIXED, "positions the model can see; 0: 1024 for a named model, else --seq"},
-    {"vocab", KIND_COUNT, FIELD(vocab), "0", 0, 268435456, "V", FIXED, "tokens in the vocabulary; 0: as tokenizer.bin says, else 50257"},
-    {"init", KIND_TEXT, FIELD(init), "random", 0, 0, "random|PATH", NOT_KEPT, "start from random weights, a checkpoint, a GPT-2 of Hugging Face (directory or .safetensors), or llm.c's .bin"},
-    {"out", KIND_TEXT, FIELD(out), "", 0, 0, "DIR", NOT_KEPT, "run directory for logs and checkpoints; without it nothing is written"},
-    {"resume", KIND_FLAG, FIELD(resume), "0", 0, 1, NULL, NOT_KEPT, "go on from the newest complete checkpoint of --out, with that run's options"},
-    {"batch", KIND_COUNT, FIELD(batch), "4", 1, 16777216, "B", MAY_CHANGE, "sequences in a micro-step"},
-    {"seq", KIND_COUNT, FIELD(seq), "1024", 1, 67108864, "T", FIXED, "tokens in a sequence, at most the context"},
-    {"batch-tokens", KIND_COUNT, FIELD(batch_tokens), "0", 0, COUNT_MOST, "N", FIXED, "tokens in an update, a multiple of batch*seq: gradients accumulate; 0: batch*seq"},
-    {"steps", KIND_COUNT, FIELD(steps), "1000", 0, COUNT_MOST, "N", MAY_CHANGE, "updates in the whole run"},
-    {"stop", KIND_COUNT, FIELD(stop), "0", 0, COUNT_MOST, "N", NOT_KEPT, "stop after update N as Ctrl-C would, the schedule still made for --steps; 0: no"},
-    {"lr", KIND_REAL, FIELD(lr), "6e-4", 0, 1e30, "X", MAY_CHANGE, "peak learning rate"},
-    {"warmup", KIND_COUNT, FIELD(warmup), "100", 0, COUNT_MOST, "N", MAY_CHANGE, "updates over which the learning rate rises linearly"},
-    {"schedule", KIND_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", MAY_CHANGE, "course of the learning rate after warmup (wsd: constant, then linear over the last fifth)"},
-    {"lr-final", KIND_REAL, FIELD(lr_final), "-1", -1, 1e30, "X", MAY_CHANGE, "learning rate at the last update; -1: a tenth of --lr"},
-    {"weight-decay", KIND_REAL, FIELD(weight_decay), "0.1", 0, 1e30, "X", MAY_CHANGE, "decoupled weight decay, on matrices only"},
-    {"beta1", KIND_REAL, FIELD(beta1), "0.9", 0, 0.9999999, "X", MAY_CHANGE, "AdamW's decay of the first moment"},
-    {"beta2", KIND_REAL, FIELD(beta2), "0.95", 0, 0.9999999, "X", MAY_CHANGE, "AdamW's decay of the second moment"},
-    {"eps", KIND_REAL, FIELD(eps), "1e-8", 1e-30, 1, "X", MAY_CHANGE, "AdamW's epsilon"},
-    {"clip", KIND_REAL, FIELD(clip), "1", 0, 1e30, "X", MAY_CHANGE, "largest global norm of the gradient; 0: no clipping"},
-    {"eval-every", KIND_COUNT, FIELD(eval_every), "100", 0, COUNT_MOST, "N", MAY_CHANGE, "validation loss every N updates, and at both ends; 0: never"},
-    {"eval-tokens", KIND_COUNT, FIELD(eval_tokens), "65536", 1, COUNT_MOST, "N", MAY_CHANGE, "tokens of an evaluation, spread over the validation shards; the same whatever the batch"},
-    {"sample-every", KIND_COUNT, FIELD(sample_every), "0", 0, COUNT_MOST, "N", MAY_CHANGE, "print a sample every N updates, and at the end; 0: never"},
-    {"sample-tokens", KIND_COUNT, FIELD(sample_tokens), "128", 1, 1e9, "N", MAY_CHANGE, "tokens of a sample"},
-    {"prompt", KIND_TEXT, FIELD(prompt), "", 0, 0, "TEXT", MAY_CHANGE, "what a sample continues; empty: the end-of-text token"},
-    {"temperature", KIND_REAL, FIELD(temperature), "0.8", 0, 1e6, "X", MAY_CHANGE, "divides the logits before sampling; 0: always the likeliest token"},
-    {"top-k", KIND_COUNT, FIELD(top_k), "0", 0, COUNT_MOST, "K", MAY_CHANGE, "sample from the K likeliest tokens only; 0: from all"},
-    {"save-every", KIND_COUNT, FIELD(save_every), "1000", 0, COUNT_MOST, "N", MAY_CHANGE, "checkpoint every N updates, and at the end; 0: never"},
-    {"keep", KIND_COUNT, FIELD(keep), "2", 0, COUNT_MOST, "N", MAY_CHANGE, "checkpoints that stay, the newest; 0: all"},
-    {"print-every", KIND_COUNT, FIELD(print_every), "10", 0, COUNT_MOST, "N", MAY_CHANGE, "print a line every N updates (log.jsonl gets every one); 0: never"},
-    {"device", KIND_TEXT, FIELD(device), "auto", 0, 0, "auto|cpu|cuda[:N]", MAY_CHANGE, "where to compute"},
-    {"dtype", KIND_CHOICE, FIELD(dtype), "fp32", 0, 0, "fp32|bf16", MAY_CHANGE, "type of activations and working weights (master weights are fp32)"},
-    {"attention", KIND_TEXT, FIELD(attention), "auto", 0, 0, "auto|NAME|FILE.so", MAY_CHANGE, "attention kernel: the fastest that can run, one by name, or one from a shared object"},
-    {"list-attention", KIND_FLAG, FIELD(list_attention), "0", 0, 1, NULL, NOT_KEPT, "print the attention kernels and whether each can run this model here"},
-    {"recompute", KIND_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", MAY_CHANGE, "what the backward pass computes again to save memory"},
-    {"deterministic", KIND_FLAG, FIELD(deterministic), "0", 0, 1, NULL, MAY_CHANGE, "same bits on every run also on a GPU (the CPU always is)"},
-    {"tf32", KIND_FLAG, FIELD(tf32), "0", 0, 1, NULL, MAY_CHANGE, "let fp32 products on a GPU round their factors to TF32: faster, less exact"},
-    {"no-graph", KIND_FLAG, FIELD(no_graph), "0", 0, 1, NULL, MAY_CHANGE, "on a GPU queue every operation of a step anew instead of replaying a CUDA graph"},
-    {"seed", KIND_COUNT, FIELD(seed), "1337", 0, COUNT_MOST, "N", FIXED, "of initial weights, order of the data, and samples"},
-    {"help", KIND_FLAG, FIELD(help), "0", 0, 1, NULL, NOT_KEPT, "print this"},
+    {"data", OPTION_TEXT, FIELD(data), "", 0, 0, "DIR", MAY_CHANGE,
+     "directory with train_*.bin, val_*.bin, tokenizer.bin (data/prepare.py makes it), or shards as llm.c, nanoGPT name"
+     " them"},
+    {"train", OPTION_TEXT, FIELD(train), "", 0, 0, "GLOB", MAY_CHANGE, "training shards, instead of DIR's"},
+    {"val", OPTION_TEXT, FIELD(val), "", 0, 0, "GLOB", MAY_CHANGE, "validation shards, instead of DIR's"},
+    {"model", OPTION_TEXT, FIELD(model), "", 0, 0, "NAME", FIXED,
+     "gpt2, gpt2-medium, gpt2-large, gpt2-xl, or dN: N layers, N heads, 64*N wide (gpt2 where nothing says otherwise)"},
+    {"layers", OPTION_COUNT, FIELD(layers), "0", 0, 4096, "L", FIXED, "number of blocks; 0: as the model says"},
+    {"heads", OPTION_COUNT, FIELD(heads), "0", 0, 65536, "NH", FIXED, "attention heads a block; 0: as the model says"},
+    {"dim", OPTION_COUNT, FIELD(dim), "0", 0, 1048576, "C", FIXED, "channels, divisible by heads; 0: as the model says"},
+    {"context", OPTION_COUNT, FIELD(context), "0", 0, 67108864, "N", FIXED,
+     "positions the model can see; 0: 1024 for a named model, else --seq"},
+    {"vocab", OPTION_COUNT, FIELD(vocab), "0", 0, 268435456, "V", FIXED,
+     "tokens in the vocabulary; 0: as tokenizer.bin says, else 50257"},
+    {"init", OPTION_TEXT, FIELD(init), "random", 0, 0, "random|PATH", NOT_KEPT,
+     "start from random weights, a checkpoint, a GPT-2 of Hugging Face (directory or .safetensors), or llm.c's .bin"},
+    {"out", OPTION_TEXT, FIELD(out), "", 0, 0, "DIR", NOT_KEPT,
+     "run directory for logs and checkpoints; without it nothing is written"},
+    {"resume", OPTION_FLAG, FIELD(resume), "0", 0, 1, NULL, NOT_KEPT,
+     "go on from the newest complete checkpoint of --out, with that run's options"},
+    {"batch", OPTION_COUNT, FIELD(batch), "4", 1, 16777216, "B", MAY_CHANGE, "sequences in a micro-step"},
+    {"seq", OPTION_COUNT, FIELD(seq), "1024", 1, 67108864, "T", FIXED, "tokens in a sequence, at most the context"},
+    {"batch-tokens", OPTION_COUNT, FIELD(batch_tokens), "0", 0, COUNT_MOST, "N", FIXED,
+     "tokens in an update, a multiple of batch*seq: gradients accumulate; 0: batch*seq"},
+    {"steps", OPTION_COUNT, FIELD(steps), "1000", 0, COUNT_MOST, "N", MAY_CHANGE, "updates in the whole run"},
+    {"stop", OPTION_COUNT, FIELD(stop), "0", 0, COUNT_MOST, "N", NOT_KEPT,
+     "stop after update N as Ctrl-C would, the schedule still made for --steps; 0: no"},
+    {"lr", OPTION_REAL, FIELD(lr), "6e-4", 0, 1e30, "X", MAY_CHANGE, "peak learning rate"},
+    {"warmup", OPTION_COUNT, FIELD(warmup), "100", 0, COUNT_MOST, "N", MAY_CHANGE,
+     "updates over which the learning rate rises linearly"},
+    {"schedule", OPTION_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", MAY_CHANGE,
+     "course of the learning rate after warmup (wsd: constant, then linear over the last fifth)"},
+    {"lr-final", OPTION_REAL, FIELD(lr_final), "-1", -1, 1e30, "X", MAY_CHANGE,
+     "learning rate at the last update; -1: a tenth of --lr"},
+    {"weight-decay", OPTION_REAL, FIELD(weight_decay), "0.1", 0, 1e30, "X", MAY_CHANGE,
+     "decoupled weight decay, on matrices only"},
+    {"beta1", OPTION_REAL, FIELD(beta1), "0.9", 0, 0.9999999, "X", MAY_CHANGE, "AdamW's decay of the first moment"},
+    {"beta2", OPTION_REAL, FIELD(beta2), "0.95", 0, 0.9999999, "X", MAY_CHANGE, "AdamW's decay of the second moment"},
+    {"eps", OPTION_REAL, FIELD(eps), "1e-8", 1e-30, 1, "X", MAY_CHANGE, "AdamW's epsilon"},
+    {"clip", OPTION_REAL, FIELD(clip), "1", 0, 1e30, "X", MAY_CHANGE, "largest global norm of the gradient; 0: no clipping"},
+    {"eval-every", OPTION_COUNT, FIELD(eval_every), "100", 0, COUNT_MOST, "N", MAY_CHANGE,
+     "validation loss every N updates, and at both ends; 0: never"},
+    {"eval-tokens", OPTION_COUNT, FIELD(eval_tokens), "65536", 1, COUNT_MOST, "N", MAY_CHANGE,
+     "tokens of an evaluation, spread over the validation shards; the same whatever the batch"},
+    {"sample-every", OPTION_COUNT, FIELD(sample_every), "0", 0, COUNT_MOST, "N", MAY_CHANGE,
+     "print a sample every N updates, and at the end; 0: never"},
+    {"sample-tokens", OPTION_COUNT, FIELD(sample_tokens), "128", 1, 1e9, "N", MAY_CHANGE, "tokens of a sample"},
+    {"prompt", OPTION_TEXT, FIELD(prompt), "", 0, 0, "TEXT", MAY_CHANGE,
+     "what a sample continues; empty: the end-of-text token"},
+    {"temperature", OPTION_REAL, FIELD(temperature), "0.8", 0, 1e6, "X", MAY_CHANGE,
+     "divides the logits before sampling; 0: always the likeliest token"},
+    {"top-k", OPTION_COUNT, FIELD(top_k), "0", 0, COUNT_MOST, "K", MAY_CHANGE,
+     "sample from the K likeliest tokens only; 0: from all"},
+    {"save-every", OPTION_COUNT, FIELD(save_every), "1000", 0, COUNT_MOST, "N", MAY_CHANGE,
+     "checkpoint every N updates, and at the end; 0: never"},
+    {"keep", OPTION_COUNT, FIELD(keep), "2", 0, COUNT_MOST, "N", MAY_CHANGE, "checkpoints that stay, the newest; 0: all"},
+    {"print-every", OPTION_COUNT, FIELD(print_every), "10", 0, COUNT_MOST, "N", MAY_CHANGE,
+     "print a line every N updates (log.jsonl gets every one); 0: never"},
+    {"device", OPTION_TEXT, FIELD(device), "auto", 0, 0, "auto|cpu|cuda[:N]", MAY_CHANGE, "where to compute"},
+    {"dtype", OPTION_CHOICE, FIELD(dtype), "fp32", 0, 0, "fp32|bf16", MAY_CHANGE,
+     "type of activations and working weights (master weights are fp32)"},
+    {"attention", OPTION_TEXT, FIELD(attention), "auto", 0, 0, "auto|NAME|FILE.so", MAY_CHANGE,
+     "attention kernel: the fastest that can run, one by name, or one from a shared object"},
+    {"list-attention", OPTION_FLAG, FIELD(list_attention), "0", 0, 1, NULL, NOT_KEPT,
+     "print the attention kernels and whether each can run this model here"},
+    {"recompute", OPTION_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", MAY_CHANGE,
+     "what the backward pass computes again to save memory"},
+    {"deterministic", OPTION_FLAG, FIELD(deterministic), "0", 0, 1, NULL, MAY_CHANGE,
+     "same bits on every run also on a GPU (the CPU always is)"},
+    {"tf32", OPTION_FLAG, FIELD(tf32), "0", 0, 1, NULL, MAY_CHANGE,
+     "let fp32 products on a GPU round their factors to TF32: faster, less exact"},
+    {"no-graph", OPTION_FLAG, FIELD(no_graph), "0", 0, 1, NULL, MAY_CHANGE,
+     "on a GPU queue every operation of a step anew instead of replaying a CUDA graph"},
+    {"seed", OPTION_COUNT, FIELD(seed), "1337", 0, COUNT_MOST, "N", FIXED,
+     "of initial weights, order of the data, and samples"},
+    {"help", OPTION_FLAG, FIELD(help), "0", 0, 1, NULL, NOT_KEPT, "print this"},
 };
 enum { ROWS = sizeof TABLE / sizeof TABLE[0] };
-_Static_assert((int)ROWS <= (int)OPTIONS_MOST, "OPTIONS_MOST must hold every option");
-
-static void *field_at(const Options *options, const OptionRow *row) { return (char *)options + row->field; }
-static int64_t *count_at(const Options *options, const OptionRow *row) { return (int64_t *)field_at(options, row); }
-static double *real_at(const Options *options, const OptionRow *row) { return (double *)field_at(options, row); }
-static const char **text_at(const Options *options, const OptionRow *row) { return (const char **)field_at(options, row); }
+_Static_assert((int)ROWS <= (int)OPTIONS_MOST && (int)OPTIONS_MOST <= (int)TABLE_ROWS_MOST, "room for every option");
 
 static const OptionRow *row_find(const char *name)
 {
@@ -94,144 +102,13 @@ static const OptionRow *row_find(const char *name)
     return NULL;
 }
 
-/* --- values ----------------------------------------------------------------------------------------------------------------- */
-
-static int choice_find(const OptionRow *row, const char *text)
-{
-    const char *at = row->choices;
-    for (int i = 0; *at; i++) {
-        size_t length = strcspn(at, "|");
-        if (strlen(text) == length && !strncmp(at, text, length)) return i;
-        at += length + (at[length] == '|');
-    }
-    return -1;
-}
-
-static void choice_name(const OptionRow *row, int64_t index, char *out, size_t size)
-{
-    const char *at = row->choices;
-    for (int64_t i = 0; i < index; i++) at += strcspn(at, "|") + 1;
-    snprintf(out, size, "%.*s", (int)strcspn(at, "|"), at);
-}
-
-/* Sets one field from text, strictly: the whole text must be the value. */
-static int value_set(Options *options, const OptionRow *row, const char *text, Error *error)
-{
-    char *end;
-    errno = 0;
-    switch (row->kind) {
-    case KIND_TEXT:
-        *text_at(options, row) = text;
-        return 0;
-    case KIND_CHOICE: {
-        int found = choice_find(row, text);
-        if (found < 0) return error_set(error, "--%s: got '%s', expected one of %s", row->name, text, row->choices);
-        *count_at(options, row) = found;
-        return 0;
-    }
-    case KIND_REAL: {
-        double value = strtod(text, &end);
-        if (end == text || *end || !isfinite(value) || isspace((unsigned char)*text))
-            return error_set(error, "--%s: got '%s', expected a number", row->name, text);
-        if (value < row->least || value > row->most)
-            return error_set(error, "--%s: got %s, expected a number from %g to %.7g", row->name, text, row->least, row->most);
-        *real_at(options, row) = value;
-        return 0;
-    }
-    default: {
-        long long value = strtoll(text, &end, 10);
-        if (end == text || *end || isspace((unsigned char)*text))
-            return error_set(error, "--%s: got '%s', expected a whole number", row->name, text);
-        if (errno || (double)value < row->least || (double)value > row->most)
-            return error_set(error, "--%s: got %s, expected a whole number from %.0f to %.0f", row->name, text, row->least, row->most);
-        *count_at(options, row) = value;
-        return 0;
-    }
-    }
-}
-
-/* A field as JSON text: what config.json holds. */
-static void value_json(const Options *options, const OptionRow *row, char *out, size_t size)
-{
-    char name[32];
-    switch (row->kind) {
-    case KIND_TEXT: {
-        const char *text = *text_at(options, row);
-        json_quote(out, size, text, strlen(text));
-        break;
-    }
-    case KIND_CHOICE:
-        choice_name(row, *count_at(options, row), name, sizeof name);
-        snprintf(out, size, "\"%s\"", name);
-        break;
-    case KIND_FLAG: snprintf(out, size, "%s", *count_at(options, row) ? "true" : "false"); break;
-    case KIND_REAL: snprintf(out, size, "%.17g", *real_at(options, row)); break;
-    case KIND_COUNT: snprintf(out, size, "%lld", (long long)*count_at(options, row)); break;
-    }
-}
-
-/* --- parsing ---------------------------------------------------------------------------------------------------------------- */
-
-/* Edits (insert, delete, replace) between two names; long ones are cut. Source: Levenshtein 1966, the two-row form. */
-static int name_distance(const char *a, const char *b)
-{
-    int row[65], rows = (int)strlen(b) < 64 ? (int)strlen(b) : 64;
-    for (int j = 0; j <= rows; j++) row[j] = j;
-    for (int i = 1; a[i - 1]; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= rows; j++) {
-            int change = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            int least = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
-            row[j] = least < change ? least : change;
-        }
-    }
-    return row[rows];
-}
-
-static int unknown_option(const char *argument, Error *error)
-{
-    char name[64];
-    const OptionRow *nearest = &TABLE[0];
-    const char *start = argument + strspn(argument, "-");
-    snprintf(name, sizeof name, "%.*s", (int)strcspn(start, "="), start);
-    for (int i = 1; i < ROWS; i++)
-        if (name_distance(name, TABLE[i].name) < name_distance(name, nearest->name)) nearest = &TABLE[i];
-    if (name_distance(name, nearest->name) <= 1 + (int)strlen(name) / 4)
-        return error_set(error, "unknown option '%s'; did you mean --%s? (--help lists all)", argument, nearest->name);
-    return error_set(error, "unknown option '%s' (--help lists all)", argument);
-}
-
 int options_parse(Options *options, OptionsGiven *given, int argc, char **argv, Error *error)
 {
-    struct option longs[ROWS + 1];
-    memset(longs, 0, sizeof longs);
     memset(options, 0, sizeof *options);
     memset(given, 0, sizeof *given);
-    for (int i = 0; i < ROWS; i++) {
-        longs[i].name = TABLE[i].name;
-        longs[i].has_arg = TABLE[i].kind == KIND_FLAG ? no_argument : required_argument;
-        longs[i].val = 256 + i;
-        if (value_set(options, &TABLE[i], TABLE[i].standard, error)) return -1;
-    }
-    opterr = 0;
-    optind = 0;
-    for (;;) {
-        int argument = optind ? optind : 1, code = getopt_long(argc, argv, "+:h", longs, NULL);
-        if (code == -1) break;
-        if (code == 'h') { options->help = 1; continue; }
-        if (code == ':') return error_set(error, "%s needs a value", argv[argument]);
-        if (code == '?') {
-            if (optopt >= 256) return error_set(error, "--%s takes no value, got '%s'", TABLE[optopt - 256].name, argv[argument]);
-            return unknown_option(argv[argument], error);
-        }
-        const OptionRow *row = &TABLE[code - 256];
-        given->given[code - 256] = 1;
-        if (row->kind == KIND_FLAG) *count_at(options, row) = 1;
-        else if (value_set(options, row, optarg, error)) return -1;
-    }
-    if (optind < argc) return error_set(error, "'%s' belongs to no option (--help lists all)", argv[optind]);
+    int used = table_parse(options, TABLE, ROWS, given->given, "", argc, argv, error);
+    if (used < 0) return -1;
+    if (used < argc) return error_set(error, "'%s' belongs to no option (--help lists all)", argv[used]);
     return 0;
 }
 
@@ -243,21 +120,18 @@ int options_given(const OptionsGiven *given, const char *name)
 
 void options_help(void)
 {
-    printf("usage: train_gpt --data DIR [options]\n       train_gpt export --to FORMAT FROM OUT   (export --help)\n       train_gpt inspect SHARD...   (inspect --help)\n\nTrains a GPT on token shards and writes logs and checkpoints that Hugging Face's transformers opens.\n"
+    printf("usage: train_gpt --data DIR [options]\n"
+           "       train_gpt export --to FORMAT FROM OUT   (export --help)\n"
+           "       train_gpt inspect SHARD...   (inspect --help)\n\n"
+           "Trains a GPT on token shards and writes logs and checkpoints that Hugging Face's transformers opens.\n"
            "Example:\n  python3 data/prepare.py --text book.txt --tokenizer bytes --out runs/book\n"
-           "  ./train_gpt --data runs/book --layers 4 --heads 4 --dim 128 --seq 64 --batch 12 --steps 2000 --out runs/book-1\n\n");
-    for (int i = 0; i < ROWS; i++) {
-        const OptionRow *row = &TABLE[i];
-        char left[80], standard[64] = "";
-        snprintf(left, sizeof left, "--%s%s%s", row->name, row->choices ? " " : "", row->choices ? row->choices : "");
-        if (row->kind != KIND_FLAG && *row->standard) snprintf(standard, sizeof standard, " [%s]", row->standard);
-        if (strlen(left) > 26) printf("  %s\n  %-26s %s%s\n", left, "", row->help, standard);
-        else printf("  %-26s %s%s\n", left, row->help, standard);
-    }
+           "  ./train_gpt --data runs/book --layers 4 --heads 4 --dim 128 --seq 64 --batch 12 --steps 2000 --out "
+           "runs/book-1\n\n");
+    table_help(TABLE, ROWS);
     printf("\nExit status: 0 done, 1 a fault of machine or data, 2 a wrong option, 130 stopped by Ctrl-C after saving.\n");
 }
 
-/* --- what options imply ------------------------------------------------------------------------------------------------------- */
+/* --- what options imply ----------------------------------------------------------------------------------------------- */
 
 /* Shapes of the published models. Source: Radford et al. 2019, table 2. */
 static int model_shape(const char *name, int64_t *layers, int64_t *heads, int64_t *dim)
@@ -291,8 +165,9 @@ static int take_shape(Options *options, const OptionsGiven *given, const GptConf
     };
     for (size_t i = 0; i < sizeof facts / sizeof facts[0]; i++) {
         if (*facts[i].field && *facts[i].field != facts[i].value)
-            return error_set(error, "%s%s %lld disagrees with %s, whose model has %lld", options_given(given, facts[i].name) ? "--" : "config.json's ",
-                             facts[i].name, (long long)*facts[i].field, source, (long long)facts[i].value);
+            return error_set(error, "%s%s %lld disagrees with %s, whose model has %lld",
+                             options_given(given, facts[i].name) ? "--" : "config.json's ", facts[i].name,
+                             (long long)*facts[i].field, source, (long long)facts[i].value);
         *facts[i].field = facts[i].value;
     }
     return 0;
@@ -304,7 +179,8 @@ int options_resolve_model(Options *options, const OptionsGiven *given, const Gpt
     int64_t layers, heads, dim;
     const char *name = *options->model ? options->model : "gpt2";
     if (model_shape(name, &layers, &heads, &dim))
-        return error_set(error, "--model: got '%s', expected gpt2, gpt2-medium, gpt2-large, gpt2-xl or dN with N from 1 to 4096", name);
+        return error_set(error, "--model: got '%s', expected gpt2, gpt2-medium, gpt2-large, gpt2-xl or dN with N from 1 to "
+                         "4096", name);
     if (shape && *options->model && !options_given(given, "resume") &&
         (layers != shape->layers || heads != shape->heads || dim != shape->channels))
         return error_set(error, "--model %s disagrees with %s: %lld layers, %lld heads, %lld wide there", name, shape_source,
@@ -321,8 +197,8 @@ int options_resolve_model(Options *options, const OptionsGiven *given, const Gpt
     if (!options_given(given, "seq") && !options_given(given, "resume") && options->seq > options->context)
         options->seq = options->context;
     if (options->seq > options->context)
-        return error_set(error, "--seq %lld is longer than the context of the model, %lld (--context)", (long long)options->seq,
-                         (long long)options->context);
+        return error_set(error, "--seq %lld is longer than the context of the model, %lld (--context)",
+                         (long long)options->seq, (long long)options->context);
     GptConfig config = {options->layers, options->heads, options->dim, options->context, options->vocab};
     char fault[256];
     if (gpt_config_fault(&config, fault, sizeof fault)) return error_set(error, "%s", fault);
@@ -332,14 +208,15 @@ int options_resolve_model(Options *options, const OptionsGiven *given, const Gpt
 int options_resolve_batch(Options *options, const OptionsGiven *given, Error *error)
 {
     if (options->seq > (int64_t)COUNT_MOST / options->batch)
-        return error_set(error, "--batch %lld times --seq %lld is beyond any machine", (long long)options->batch, (long long)options->seq);
+        return error_set(error, "--batch %lld times --seq %lld is beyond any machine", (long long)options->batch,
+                         (long long)options->seq);
     int64_t micro = options->batch * options->seq;
     if (!options->batch_tokens) options->batch_tokens = micro;
     int64_t nearest = options->batch_tokens < micro ? micro : options->batch_tokens / micro * micro;
     if (options->batch_tokens % micro)
-        return error_set(error, "--batch-tokens %lld is not a multiple of batch %lld times seq %lld, which is %lld; the nearest is %lld",
-                         (long long)options->batch_tokens, (long long)options->batch, (long long)options->seq, (long long)micro,
-                         (long long)nearest);
+        return error_set(error, "--batch-tokens %lld is not a multiple of batch %lld times seq %lld, which is %lld; the "
+                         "nearest is %lld", (long long)options->batch_tokens, (long long)options->batch,
+                         (long long)options->seq, (long long)micro, (long long)nearest);
     if (options->lr_final < 0) {
         if (options->lr_final != -1)
             return error_set(error, "--lr-final: got %g, expected -1 or a number from 0 to 1e+30", options->lr_final);
@@ -371,7 +248,7 @@ double options_learning_rate(const Options *options, int64_t t)
     }
 }
 
-/* --- config.json --------------------------------------------------------------------------------------------------------------- */
+/* --- config.json ------------------------------------------------------------------------------------------------------ */
 
 /* "batch-tokens" -> "batch_tokens". */
 static void json_name(const OptionRow *row, char *out, size_t size)
@@ -390,11 +267,11 @@ int options_write_config(const Options *options, const char *path, Error *error)
     fprintf(file, "{");
     for (int i = 0, first = 1; i < ROWS; i++) {
         if (TABLE[i].change == NOT_KEPT && strcmp(TABLE[i].name, "init")) continue;
-        size_t size = 64 + (TABLE[i].kind == KIND_TEXT ? 6 * strlen(*text_at(options, &TABLE[i])) : 0);
+        size_t size = 64 + (TABLE[i].kind == OPTION_TEXT ? 6 * strlen(*table_text(options, &TABLE[i])) : 0);
         char *value = (char *)malloc(size);
         if (!value) { fclose(file); remove(temporary); return error_set(error, "not enough memory to write %s", path); }
         json_name(&TABLE[i], name, sizeof name);
-        value_json(options, &TABLE[i], value, size);
+        table_json(options, &TABLE[i], value, size);
         fprintf(file, "%s\n  \"%s\": %s", first ? "" : ",", name, value);
         free(value);
         first = 0;
@@ -426,17 +303,18 @@ static int config_take(Options *kept, const OptionRow *row, const JsonValue *val
 {
     Error inner;
     const char *text = value->text;
-    if (row->kind == KIND_FLAG) {
+    if (row->kind == OPTION_FLAG) {
         if (value->kind != JSON_TRUE && value->kind != JSON_FALSE)
             return error_set(error, "%s: \"%s\" is not true or false", path, value->key);
-        *count_at(kept, row) = value->kind == JSON_TRUE;
+        *table_count(kept, row) = value->kind == JSON_TRUE;
         return 0;
     }
-    JsonKind expected = row->kind == KIND_TEXT || row->kind == KIND_CHOICE ? JSON_STRING : JSON_NUMBER;
+    JsonKind expected = row->kind == OPTION_TEXT || row->kind == OPTION_CHOICE ? JSON_STRING : JSON_NUMBER;
     if (value->kind != expected)
         return error_set(error, "%s: \"%s\" is not a %s", path, value->key, expected == JSON_STRING ? "string" : "number");
-    if (row->kind == KIND_TEXT && !(text = options_own(kept, text))) return error_set(error, "not enough memory to read %s", path);
-    if (value_set(kept, row, text, &inner)) return error_set(error, "%s: %.900s", path, inner.text);
+    if (row->kind == OPTION_TEXT && !(text = options_own(kept, text)))
+        return error_set(error, "not enough memory to read %s", path);
+    if (table_set(kept, row, text, &inner)) return error_set(error, "%s: %.900s", path, inner.text);
     return 0;
 }
 
@@ -446,7 +324,8 @@ int options_from_config(Options *options, const OptionsGiven *given, const char 
     if (!document) return -1;
     int status = 0;
     double kept_lr = -1, kept_final = -1;
-    if (json_root(document)->kind != JSON_OBJECT) status = error_set(error, "%s holds no JSON object, expected the options of a run", path);
+    if (json_root(document)->kind != JSON_OBJECT)
+        status = error_set(error, "%s holds no JSON object, expected the options of a run", path);
     for (int i = 0; i < ROWS && !status; i++) {
         const OptionRow *row = &TABLE[i];
         char name[64], mine[512], theirs[512];
@@ -465,13 +344,14 @@ int options_from_config(Options *options, const OptionsGiven *given, const char 
             *options = kept;
             continue;
         }
-        value_json(options, row, mine, sizeof mine);
-        value_json(&kept, row, theirs, sizeof theirs);
+        table_json(options, row, mine, sizeof mine);
+        table_json(&kept, row, theirs, sizeof theirs);
         if (row->change == FIXED && strcmp(mine, theirs))
             status = error_set(error, "--%s %s cannot change within a run: %s has %s", row->name, mine, path, theirs);
     }
     json_free(document);
     /* A final rate that was a tenth of the old --lr, by default, follows the new one. */
-    if (!status && options_given(given, "lr") && !options_given(given, "lr-final") && kept_final == kept_lr / 10) options->lr_final = -1;
+    if (!status && options_given(given, "lr") && !options_given(given, "lr-final") && kept_final == kept_lr / 10)
+        options->lr_final = -1;
     return status;
 }
