@@ -4,6 +4,8 @@
  */
 #include "tests/simt/attention_emulated.h"
 
+/* The backward in one pass, which is for long sequences, at every length. */
+#define FUSED_FROM(HS) 1
 #include "attention/flash_mma.cu"
 
 /* Sections of heads, their last one short: every block once, the longest tiles of a section first. */
@@ -73,10 +75,13 @@ int main(void)
         test_not_finite(subject, {1, HS < 64 ? 2 : 1, 130, HS}, {HS < 64 ? 0 : 67, 129});
     }
     test_orders(subject, {{1, 3, 130, 24}, {1, 1, 130, 64}, {1, 1, 200, 96}, {1, 1, 129, 128}, {1, 1, 66, 200}});
-    subject.deterministic = 0;
-    for (uint64_t seed = 1; seed <= 2; seed++) {
-        simt_seed(seed);
-        test_shapes(subject, {{2, 2, 17, 8}, {1, 2, 257, 64}, {1, 3, 130, 80}, {1, 2, 200, 128}, {1, 1, 129, 256}});
-    }
+
+    subject.deterministic = 0; /* the backward in one pass, and at HS 256 in two */
+    for (int64_t HS : {8, 32, 64, 80, 96, 128})
+        test_shapes(subject, {{2, 3, 2, HS}, {1, 2, 17, HS}, {1, 1, 64, HS}, {1, 1, 65, HS}, {1, 1, 129, HS},
+                              {1, 1, 257, HS}});
+    test_shapes(subject, {{1, 1, 129, 256}});
+    for (int64_t HS : {24, 64, 96, 128}) test_not_finite(subject, {1, 1, 130, HS}, {67});
+    test_scales(subject, {1, 1, 130, 64}, {0, 4, -1.5f});
     return test_end();
 }
