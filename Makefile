@@ -156,6 +156,8 @@ $(BUILD)/%.c.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
 
+$(BUILD)/trainer/report.c.o: trainer/report.html
+
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(if $(filter 0,$(SIMT)),$(NVCC) $(NVCCFLAGS),$(SIMT_CXX) -x c++ $(SIMT_BACKEND_FLAGS)) -MMD -MP -c $< -o $@

@@ -7,6 +7,7 @@
  */
 #include <errno.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +26,7 @@
 #include "trainer/inspect.h"
 #include "trainer/options.h"
 #include "trainer/process.h"
+#include "trainer/report.h"
 #include "trainer/run.h"
 #include "trainer/sample.h"
 
@@ -56,6 +58,7 @@ typedef struct Trainer {
     int64_t prefetch_position;          /* of the loader behind them */
 
     Run run;
+    Report *report;
     char start_path[PATH_BYTES];        /* checkpoint that the run starts from; "" for random weights */
     int resumed;                        /* it is a checkpoint of this run, with optimizer and state */
     char saved_path[PATH_BYTES];        /* newest complete checkpoint of this run; "" where there is none */
@@ -63,6 +66,21 @@ typedef struct Trainer {
     int64_t last;                       /* update after which this process stops */
     Curve train_curve, val_curve;
 } Trainer;
+
+/* Prints a line about the run, which also goes into its page. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+static void say(Trainer *t, const char *label, const char *format, ...)
+{
+    char text[2048];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    printf("%-8s %s\n", label, text);
+    report_fact(t->report, label, text);
+}
 
 /* --- setup ------------------------------------------------------------------------------------------------------------------ */
 
@@ -266,8 +284,8 @@ static int setup_shards(Trainer *t, ShardSet *set, const char *pattern, const ch
                   pattern, (long long)t->options.seq, (long long)set->tokens);
         return EXIT_MACHINE;
     }
-    printf("data     %-5s %lld tokens in %zu shard%s, %lld windows of %lld\n", name, (long long)set->tokens, set->count,
-           set->count == 1 ? "" : "s", (long long)windows, (long long)t->options.seq);
+    say(t, "data", "%-5s %lld tokens in %zu shard%s, %lld windows of %lld", name, (long long)set->tokens, set->count,
+        set->count == 1 ? "" : "s", (long long)windows, (long long)t->options.seq);
     return 0;
 }
 
@@ -306,6 +324,7 @@ static int setup_data(Trainer *t)
     }
     t->data_fingerprint = shards_fingerprint(&t->train_shards);
     t->entropy_rate = corpus_entropy(o->data);
+    report_floor(t->report, t->entropy_rate);
     return 0;
 }
 
@@ -319,13 +338,13 @@ static void print_plan(Trainer *t)
                        (double)plan.scratch, program, (double)plan.total + program};
     t->backend->describe(text, sizeof text, t->stream);
     for (int i = 0; i < 7; i++) display_bytes(parts[i], sizeof parts[i], bytes[i]);
-    printf("device   %s, %s\n", text, t->backend->name);
-    printf("model    %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %.2fM parameters\n", (long long)c->layers,
-           (long long)c->heads, (long long)c->channels, (long long)c->context, (long long)c->vocab,
-           (double)plan.parameters_count * 1e-6);
-    printf("kernel   attention %s: %s\n", t->attention->name, t->attention->summary);
-    printf("memory   parameters %s + gradients %s + optimizer %s + activations %s + scratch %s%s%s = %s\n", parts[0], parts[1], parts[2],
-           parts[3], parts[4], program > 0 ? " + program " : "", program > 0 ? parts[5] : "", parts[6]);
+    say(t, "device", "%s, %s", text, t->backend->name);
+    say(t, "model", "%lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %.2fM parameters", (long long)c->layers,
+        (long long)c->heads, (long long)c->channels, (long long)c->context, (long long)c->vocab,
+        (double)plan.parameters_count * 1e-6);
+    say(t, "kernel", "attention %s: %s", t->attention->name, t->attention->summary);
+    say(t, "memory", "parameters %s + gradients %s + optimizer %s + activations %s + scratch %s%s%s = %s", parts[0], parts[1],
+        parts[2], parts[3], parts[4], program > 0 ? " + program " : "", program > 0 ? parts[5] : "", parts[6]);
 }
 
 /* Does what the checkpoint was trained with agree with what is there now? */
@@ -363,7 +382,7 @@ static int setup_weights(Trainer *t)
     if (t->resumed ? checkpoint_load(t->start_path, t->gpt, &t->state, &t->error)
                    : model_load(t->start_path, t->gpt, &t->error))
         return EXIT_MACHINE;
-    printf("start    %s%s, step %lld\n", t->resumed ? "resuming from " : "", t->start_path, (long long)t->state.step);
+    say(t, "start", "%s%s, step %lld", t->resumed ? "resuming from " : "", t->start_path, (long long)t->state.step);
     return t->resumed ? check_resumed(t) : 0;
 }
 
@@ -386,10 +405,10 @@ static int setup_run(Trainer *t)
                        checkpoint_prune(o->out, 0, &t->error))) /* 0: removes what a killed process left half done, nothing else */
         return EXIT_MACHINE;
     if (!t->loader) return 0;
-    printf("run      %lld updates of %lld tokens (%lld micro-steps of %lld x %lld): %.2f epochs%s%s\n", (long long)o->steps,
-           (long long)o->batch_tokens, (long long)(o->batch_tokens / (o->batch * o->seq)), (long long)o->batch, (long long)o->seq,
-           (double)o->steps * (double)o->batch_tokens / (double)(shards_windows(&t->train_shards, o->seq) * o->seq),
-           t->run.dir ? ", into " : "; no --out: nothing is saved", t->run.dir ? t->run.dir : "");
+    say(t, "run", "%lld updates of %lld tokens (%lld micro-steps of %lld x %lld): %.2f epochs%s%s", (long long)o->steps,
+        (long long)o->batch_tokens, (long long)(o->batch_tokens / (o->batch * o->seq)), (long long)o->batch, (long long)o->seq,
+        (double)o->steps * (double)o->batch_tokens / (double)(shards_windows(&t->train_shards, o->seq) * o->seq),
+        t->run.dir ? ", into " : "; no --out: nothing is saved", t->run.dir ? t->run.dir : "");
     return 0;
 }
 
@@ -595,6 +614,16 @@ static int save_after_fault(Trainer *t)
     return error_set(&t->error, "%.800s; checkpoint: %.200s", fault.text, t->run.dir ? t->saved_path : "none, as there is no --out");
 }
 
+/* Writes the run's page: where it stands, "done", "stopped", or what failed. */
+static void write_report(Trainer *t, const char *how)
+{
+    char state[1280], duration[32];
+    display_duration(duration, sizeof duration, t->state.seconds);
+    snprintf(state, sizeof state, "step %lld of %lld, %s of training%s%.1000s", (long long)t->state.step,
+             (long long)t->options.steps, duration, *how ? ": " : "", how);
+    report_write(t->report, &t->run, state, !*how);
+}
+
 /* Runs up to t->last or a signal. Returns 0, or -1 with the sentence in t->error. */
 static int train(Trainer *t)
 {
@@ -603,6 +632,7 @@ static int train(Trainer *t)
     int64_t updates = 0;
     if (t->state.step == 0 && !t->resumed && o->eval_every && t->loader && evaluate(t)) return -1;
     if (!o->steps && save(t)) return -1;
+    write_report(t, "");
     while (t->state.step < t->last && !process_stop) {
         double began = display_clock();
         if (update(t, &loss, &norm, &lr)) return t->prefetch_failed ? save_after_fault(t) : -1;
@@ -620,6 +650,7 @@ static int train(Trainer *t)
         if (is_due(t, o->eval_every) && evaluate(t)) return -1;
         if (is_due(t, o->save_every) && save(t)) return -1;
         if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && sample(t)) return -1;
+        if (is_due(t, o->eval_every) || is_due(t, o->save_every)) write_report(t, "");
     }
     return 0;
 }
@@ -641,6 +672,7 @@ static int report(Trainer *t)
     if (*t->saved_path) printf("checkpoint %s\n", t->saved_path);
     if (early && t->run.dir) printf("go on with: ./train_gpt --out '%s' --resume\n", t->run.dir);
     if (!early && o->sample_every && t->train_curve.count && sample(t)) return -1;
+    write_report(t, early ? "stopped" : "done");
     return process_stop ? EXIT_STOPPED : 0;
 }
 
@@ -653,6 +685,7 @@ static void trainer_free(Trainer *t)
     gpt_free(t->gpt);
     if (t->stream) t->backend->close(t->stream);
     run_close(&t->run);
+    report_free(t->report);
     options_free(&t->options);
     free(t);
 }
@@ -675,6 +708,7 @@ int main(int argc, char **argv)
     }
     t->run.lock = -1;
     t->entropy_rate = (double)NAN;
+    t->report = report_create();
     size_t command = 0;
     while (command < COMMAND_COUNT && (argc < 2 || strcmp(argv[1], COMMANDS[command].name))) command++;
     int status = command < COMMAND_COUNT ? COMMANDS[command].run(argc - 1, argv + 1, &t->error)
@@ -685,7 +719,10 @@ int main(int argc, char **argv)
         options_help();
     } else if (!status) {
         status = setup(t);
-        if (!status && !t->options.list_attention) status = train(t) ? EXIT_MACHINE : report(t);
+        if (!status && !t->options.list_attention) {
+            status = train(t) ? -1 : report(t);
+            if (status < 0) write_report(t, t->error.text);
+        }
         if (status < 0) status = EXIT_MACHINE;
     }
     if (status && status != EXIT_STOPPED) {

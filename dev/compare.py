@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 """Lays the curves of training runs over each other, step by step.
 
-    python3 dev/compare.py RUN RUN... [--png FILE] [--max-difference X] [--key loss]
+    python3 dev/compare.py RUN RUN... [--png FILE] [--html FILE] [--max-difference X] [--key loss]
 
 A RUN is a folder with log.jsonl, or such a file, of train_gpt or dev/reference.py. Every run is compared with the first: for
 loss, val_loss and grad_norm it prints how many steps both have, the largest absolute difference (and at which step), and
-the mean. --png draws the curves of --key and the differences below them, where matplotlib is installed. Exits 1 when a
-difference in --key is above --max-difference, or two runs have no step of it in common; 2 when an input cannot be read. A
-last line that a killed run did not finish is left out.
+the mean. --png draws the curves of --key and the differences below them, where matplotlib is installed. --html writes the
+page that the trainer writes of a run (trainer/report.html) with all the runs laid over each other, options that differ
+marked. Exits 1 when a difference in --key is above --max-difference, or two runs have no step of it in common; 2 when an
+input cannot be read. A last line that a killed run did not finish is left out.
 
 The standard library alone computes the numbers.
 """
 import argparse
+import bisect
+import datetime
 import json
 import math
 import os
@@ -31,6 +34,7 @@ class Run:
         self.path = os.path.join(path, "log.jsonl") if os.path.isdir(path) else path
         self.name = path.rstrip("/")
         self.series = {}
+        self.samples = []
         try:
             with open(self.path, encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, 1):
@@ -56,6 +60,8 @@ class Run:
         if not is_number(step) or step != int(step) or step < 0:
             raise Fault(f"{self.path}:{number}: step is {json.dumps(step)}, expected an integer of 0 or more")
         for key, value in record.items():
+            if key == "sample" and isinstance(value, str):
+                self.samples.append((int(step), value))
             if key == "step" or value is None or isinstance(value, str):
                 continue
             if not is_number(value, finite=False):
@@ -222,10 +228,83 @@ def draw(runs, key, path):
     print(f"drew {path}")
 
 
+# --- the page --------------------------------------------------------------------------------------------------------------
+
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "trainer", "report.html")
+MOST_SAMPLES = 12
+
+
+def seconds_by_step(run):
+    """A function from a step to the seconds of training up to it, by the logged milliseconds."""
+    steps, seconds, total = [], [], 0.0
+    for step, milliseconds in finite_points(run.series.get("ms", {})):
+        total += 1e-3 * milliseconds
+        steps.append(step)
+        seconds.append(total)
+
+    def find(step):
+        place = bisect.bisect_right(steps, step)
+        return seconds[place - 1] if place else 0.0
+    return find
+
+
+def page_points(series, seconds):
+    """A series as the page takes it: [step, seconds, mean, least, greatest] of at most MOST_POINTS stretches."""
+    points = finite_points(series)
+    length = -(-len(points) // MOST_POINTS) or 1
+    cut = [points[first:first + length] for first in range(0, len(points), length)]
+    return [[math.fsum(step for step, _ in part) / len(part), math.fsum(seconds(step) for step, _ in part) / len(part),
+             math.fsum(value for _, value in part) / len(part), min(value for _, value in part),
+             max(value for _, value in part)] for part in cut]
+
+
+def read_config(path):
+    """The options of a run; none where there is only a log."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as fault:
+        raise Fault(f"{path}: {fault}") from None
+    if not isinstance(config, dict):
+        raise Fault(f"{path}: is {type(config).__name__}, expected an object")
+    return config
+
+
+def page_run(run, first):
+    """What the page is told of a run; the difference in loss of any but the first."""
+    seconds = seconds_by_step(run)
+    series = dict(run.series)
+    if run is not first:
+        series["difference"] = {step: value for step, value in differences(first, run, "loss").items() if value > 0}
+    pointed = {key: page_points(values, seconds) for key, values in series.items()}
+    config = read_config(os.path.join(os.path.dirname(run.path), "config.json"))
+    last = int(max(max(values) for values in run.series.values() if values))
+    state = f"step {last}" + (f" of {config['steps']}" if "steps" in config else "")
+    return {"name": run.name, "state": state, "floor": None, "facts": [["log", run.path]], "config": config,
+            "samples": run.samples[-MOST_SAMPLES:],
+            "series": {key: points for key, points in pointed.items() if points}}
+
+
+def write_page(runs, path):
+    try:
+        with open(PAGE, encoding="utf-8") as file:
+            before, after = file.read().split("@DATA@")
+        data = {"written": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "running": False,
+                "runs": [page_run(run, runs[0]) for run in runs]}
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(before + json.dumps(data).replace("<", "\\u003c") + after)
+    except OSError as fault:
+        raise Fault(f"{fault.filename}: {fault.strerror}") from None
+    print(f"wrote {path}")
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or its log.jsonl")
     parser.add_argument("--png", metavar="FILE", help="draw the curves and differences")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the runs laid over each other")
     parser.add_argument("--max-difference", type=float, metavar="X", help="exit 1 where --key differs by more at any step")
     parser.add_argument("--key", default="loss", metavar="KEY", help="what --png and --max-difference look at (loss)")
     options = parser.parse_args(arguments)
@@ -239,6 +318,8 @@ def main(arguments):
             print_table(runs[0], [row for other in runs[1:] for row in compare(runs[0], other, keys)])
         if options.png:
             draw(runs, options.key, options.png)
+        if options.html:
+            write_page(runs, options.html)
     except Fault as fault:
         print(f"compare.py: {fault}", file=sys.stderr)
         return 2
