@@ -1,6 +1,6 @@
 /* train_gpt.cu - the trainer: from options to a trained model. Plain C that nvcc and `cc -x c` both compile; no kernel in it.
  *
- *     main        options -> setup -> train -> report, or a command: export, inspect
+ *     main        options -> setup -> train -> report, or a command (COMMANDS)
  *     setup       what was asked for and what is there become a model, a loader and a run directory; all faults of the user
  *                 surface here, before anything long is begun and before anything is written
  *     train       update after update: micro-steps, norm, AdamW; evaluation, sample, checkpoint when they are due
@@ -23,6 +23,8 @@
 #include "layers/gpt.h"
 #include "trainer/display.h"
 #include "trainer/export.h"
+#include "trainer/generate.h"
+#include "trainer/inference.h"
 #include "trainer/inspect.h"
 #include "trainer/options.h"
 #include "trainer/process.h"
@@ -205,45 +207,17 @@ static int setup_model(Trainer *t)
     t->gpt_options.training = 1;
     t->gpt_options.recompute = (GptRecompute)o->recompute;
     t->gpt_options.micro_steps = o->batch_tokens / (o->batch * o->seq);
+    t->gpt_options.cache = o->sample_every ? 1 : 0;
     t->gpt_options.no_recording = (int)o->no_graph;
     t->gpt_options.deterministic = (int)o->deterministic;
     return 0;
 }
 
-/* "auto", "cpu", "cuda" or "cuda:N" to a backend that is open. */
 static int setup_device(Trainer *t)
 {
     const Options *o = &t->options;
-    Dtype dtype = o->dtype ? DTYPE_BF16 : DTYPE_FP32;
-    const Backend *gpu = backend_find(ATTENTION_CUDA, dtype);
-    BackendOptions choice;
-    choice.deterministic = (int)o->deterministic;
-    choice.tf32 = (int)o->tf32;
-    int index = 0, automatic = !strcmp(o->device, "auto"), used = 0;
-    int cuda = !strcmp(o->device, "cuda") || (sscanf(o->device, "cuda:%d%n", &index, &used) == 1 && !o->device[used]);
-    if (!automatic && !cuda && strcmp(o->device, "cpu")) {
-        error_set(&t->error, "--device: got '%s', expected auto, cpu, cuda or cuda:N", o->device);
-        return EXIT_OPTION;
-    }
-    if (cuda && !gpu) {
-        error_set(&t->error, "--device %s: this binary was built for the CPU only; build it with nvcc: make ARCH=sm_90a", o->device);
-        return EXIT_OPTION;
-    }
-    if (gpu && (cuda || automatic)) {
-        t->backend = gpu;
-        t->stream = gpu->open(index, &choice, t->error.text, sizeof t->error.text);
-        if (!t->stream && cuda) return EXIT_MACHINE;
-    }
-    if (!t->stream) {
-        t->backend = backend_find(ATTENTION_CPU, dtype);
-        if (!t->backend) {
-            error_set(&t->error, "--dtype bf16 needs a GPU: on the CPU the trainer computes in fp32");
-            return EXIT_OPTION;
-        }
-        t->stream = t->backend->open(0, &choice, t->error.text, sizeof t->error.text);
-        if (!t->stream) return EXIT_MACHINE;
-    }
-    return 0;
+    DeviceChoice choice = {o->device, o->attention, o->dtype, o->tf32, o->deterministic};
+    return device_open(&choice, &t->backend, &t->stream, &t->error);
 }
 
 static int setup_attention(Trainer *t)
@@ -486,10 +460,10 @@ static int evaluate(Trainer *t)
 static int sample(Trainer *t)
 {
     const Options *o = &t->options;
-    SampleChoice choice = {o->sample_tokens, o->seq, o->temperature, o->top_k, &process_stop};
-    uint64_t state = random_mix(random_mix((uint64_t)o->seed) ^ (uint64_t)t->state.step);
+    SampleChoice choice = {{o->temperature, o->top_p, o->top_k}, 1, o->sample_tokens, o->seq, -1,
+                           random_mix((uint64_t)o->seed) ^ (uint64_t)t->state.step, 0, &process_stop};
     size_t length;
-    char *text = sample_text(t->gpt, t->tokenizer, o->prompt, &choice, &state, &length, &t->error);
+    char *text = sample_text(t->gpt, t->tokenizer, o->prompt, &choice, &length, &t->error);
     if (!text) return -1;
     size_t size = 6 * length + 3;
     char *quoted = (char *)malloc(size);
@@ -693,6 +667,7 @@ static void trainer_free(Trainer *t)
 /* What train_gpt does besides training, by its first argument; each takes what follows and returns the exit status. */
 static const struct { const char *name; int (*run)(int argc, char **argv, Error *error); } COMMANDS[] = {
     {"export", export_run},
+    {"generate", generate_run},
     {"inspect", inspect_run},
 };
 enum { COMMAND_COUNT = sizeof COMMANDS / sizeof COMMANDS[0] };

@@ -75,7 +75,8 @@ OPTIONS = [
     ("seed", 1337, "of initial weights and of the order of the data"),
 ]
 # Options of train_gpt that change nothing of what is compared: taken, so that one command line serves both, and not used.
-UNUSED = ("save-every", "keep", "sample-every", "sample-tokens", "prompt", "temperature", "top-k", "recompute", "stop")
+UNUSED = ("save-every", "keep", "sample-every", "sample-tokens", "prompt", "temperature", "top-k", "top-p", "recompute",
+          "hellaswag", "hellaswag-every", "stop")
 UNUSED_FLAGS = ("no-graph", "deterministic")
 CHOICES = {"schedule": ("cosine", "linear", "constant", "wsd"), "dtype": ("fp32", "bf16")}
 # What a run was called and where it ran is not taken over from its config.json.

@@ -9,8 +9,7 @@
 #include "data/files.h"
 #include "data/model.h"
 #include "layers/cpu.h"
-
-enum { STATUS_MACHINE = 1, STATUS_OPTION = 2 };
+#include "trainer/process.h"
 
 static const struct { const char *name, *help; ModelFormat format; } formats[] = {
     {"llmc", "one file as llm.c reads it, fp32 (version 3)", MODEL_LLMC},

@@ -68,6 +68,8 @@ static const OptionRow TABLE[] = {
      "divides the logits before sampling; 0: always the likeliest token"},
     {"top-k", OPTION_COUNT, FIELD(top_k), "0", 0, COUNT_MOST, "K", MAY_CHANGE,
      "sample from the K likeliest tokens only; 0: from all"},
+    {"top-p", OPTION_REAL, FIELD(top_p), "1", 1e-6, 1, "P", MAY_CHANGE,
+     "sample from the fewest likeliest tokens that have the probability P together; 1: from all"},
     {"save-every", OPTION_COUNT, FIELD(save_every), "1000", 0, COUNT_MOST, "N", MAY_CHANGE,
      "checkpoint every N updates, and at the end; 0: never"},
     {"keep", OPTION_COUNT, FIELD(keep), "2", 0, COUNT_MOST, "N", MAY_CHANGE, "checkpoints that stay, the newest; 0: all"},
@@ -122,6 +124,7 @@ void options_help(void)
 {
     printf("usage: train_gpt --data DIR [options]\n"
            "       train_gpt export --to FORMAT FROM OUT   (export --help)\n"
+           "       train_gpt generate --init PATH --prompt TEXT   (generate --help)\n"
            "       train_gpt inspect SHARD...   (inspect --help)\n\n"
            "Trains a GPT on token shards and writes logs and checkpoints that Hugging Face's transformers opens.\n"
            "Example:\n  python3 data/prepare.py --text book.txt --tokenizer bytes --out runs/book\n"

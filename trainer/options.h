@@ -35,6 +35,7 @@ typedef struct Options {
     const char *prompt;
     double temperature;
     int64_t top_k;
+    double top_p;
     int64_t save_every, keep, print_every;
     const char *device;
     int64_t dtype;

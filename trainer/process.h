@@ -8,6 +8,9 @@
 extern "C" {
 #endif
 
+/* Exit statuses beside 0: a fault of machine or data; a wrong option; stopped by a signal, in good order. */
+enum { STATUS_MACHINE = 1, STATUS_OPTION = 2, STATUS_STOPPED = 130 };
+
 /* The signal that asks the run to end, 0 until one came: Ctrl-C, SIGTERM, a terminal that closes, a reader of stdout that goes away. */
 extern volatile sig_atomic_t process_stop;
 

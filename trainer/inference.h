@@ -1,0 +1,53 @@
+/* inference.h - a model that is read and not trained: found by its path, then put on a device. For generate and evaluate;
+ * the trainer opens its device here too. */
+#ifndef INFERENCE_H
+#define INFERENCE_H
+
+#include "data/error.h"
+#include "data/files.h"
+#include "data/model.h"
+#include "data/tokenizer.h"
+#include "layers/gpt.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct Inference {
+    char path[FILES_PATH]; /* of the model: of a run, its newest checkpoint */
+    ModelInfo info;
+    Tokenizer *tokenizer;  /* NULL where there is none */
+    const Backend *backend;
+    Stream *stream;
+    const AttentionKernel *attention;
+    Gpt *gpt;
+} Inference;
+
+/* What options say of where to compute: as the trainer's of the same names. */
+typedef struct DeviceChoice {
+    const char *device, *attention;
+    int64_t dtype, tf32, deterministic;
+} DeviceChoice;
+
+/* Opens the backend that "auto", "cpu", "cuda" or "cuda:N" means: auto takes the CPU where no GPU can be opened. Returns 0,
+ * or the exit status with a sentence. */
+int device_open(const DeviceChoice *choice, const Backend **backend, Stream **stream, Error *error);
+
+/* Fills path, info and tokenizer, the rest with zeros. `init` is what --init takes, or a run's directory; `tokenizer` a
+ * tokenizer.bin or a directory with a tokenizer, "" for the one beside the model. A tokenizer of more tokens than the model
+ * has is an error. Returns 0 or the exit status; close it in either case. */
+int inference_find(Inference *inference, const char *init, const char *tokenizer, Error *error);
+
+/* Opens device and attention kernel for a found model, for batches of options.batch x options.sequence tokens. Returns 0 or
+ * the exit status. */
+int inference_place(Inference *inference, const DeviceChoice *choice, const GptOptions *options, Error *error);
+
+/* Makes the model there and fills it. Returns 0 or the exit status. */
+int inference_load(Inference *inference, const GptOptions *options, Error *error);
+
+void inference_close(Inference *inference);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
