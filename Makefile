@@ -89,7 +89,7 @@ KERNELS += $(patsubst dev/attention/%.cu,$(BUILD)/attention/%.so,$(wildcard dev/
 endif
 LIBATTENTION := $(BUILD)/libattention.so
 
-.PHONY: all run test test-c test-simt emulated tests fuzz bench bench-torch profile kernels libattention clean help
+.PHONY: all run test test-c test-simt emulated tests fuzz bench bench-torch profile trace kernels libattention clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -132,6 +132,9 @@ profile: all  ## where a training step's time goes on a GPU, kernel by kernel (n
 	@TRAIN=$(TRAIN) $(PYTHON) dev/profile_step.py
 
 KERNEL_TOOLS := $(BUILD)/tests/test_attention $(BUILD)/dev/bench_attention
+trace: all  ## the timeline of a short run with its ranges by name, for Nsight Systems: build/trace.nsys-rep (needs nsys)
+	@sh dev/trace.sh ./$(TRAIN) build/trace
+
 kernels: $(KERNELS) $(KERNEL_TOOLS)  ## build the kernels of dev/attention as build/attention/*.so, their checker and bench
 
 libattention: $(LIBATTENTION)  ## build the attention kernels as a library for PyTorch (dev/torch_attention.py)
@@ -157,6 +160,9 @@ $(BUILD)/%.c.o: %.c $(BUILD)/flags
 	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
 
 $(BUILD)/trainer/report.c.o: trainer/report.html
+
+# NVTX's header comes with the CUDA Toolkit and is all of NVTX: a build for the CPU names its ranges too where it is found.
+$(BUILD)/train_gpt.o: override CPPFLAGS += $(patsubst %/bin/nvcc,-isystem %/include,$(realpath $(shell command -v $(NVCC))))
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)

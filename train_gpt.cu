@@ -28,6 +28,7 @@
 #include "trainer/inspect.h"
 #include "trainer/options.h"
 #include "trainer/process.h"
+#include "trainer/ranges.h"
 #include "trainer/report.h"
 #include "trainer/run.h"
 #include "trainer/sample.h"
@@ -501,12 +502,14 @@ static int save(Trainer *t)
 static void prefetch(Trainer *t)
 {
     const int32_t *inputs, *targets;
+    range_begin("prefetch");
     for (int64_t m = 0; m < t->gpt_options.micro_steps && !t->prefetch_failed; m++) {
         t->prefetch_failed = loader_next(t->loader, &inputs, &targets, &t->error);
         if (!t->prefetch_failed) gpt_upload(t->gpt, m, inputs, targets);
     }
     t->prefetched = 1;
     t->prefetch_position = loader_position(t->loader);
+    range_end();
 }
 
 /* One update: micro-steps, clipping, AdamW; while the device is at it, the batches of the next. */
@@ -528,10 +531,14 @@ static int update(Trainer *t, double *loss, double *norm, double *lr)
     step.bias_correction1 = (float)(1 - pow(o->beta1, (double)number));
     step.bias_correction2 = (float)(1 - pow(o->beta2, (double)number));
     step.clip = (float)o->clip;
+    range_begin("launch");
     gpt_step_launch(t->gpt, t->gpt_options.micro_steps, (float)(1.0 / (double)o->batch_tokens), &step);
+    range_end();
     t->prefetched = 0;
     if (number < t->last) prefetch(t);
+    range_begin("wait");
     gpt_step_finish(t->gpt, loss, &norm_found);
+    range_end();
     *loss /= (double)o->batch_tokens;
     *norm = (double)norm_found;
     if (!isfinite(*loss)) return diverged(t, number, "the loss is not finite");
@@ -595,7 +602,18 @@ static void write_report(Trainer *t, const char *how)
     display_duration(duration, sizeof duration, t->state.seconds);
     snprintf(state, sizeof state, "step %lld of %lld, %s of training%s%.1000s", (long long)t->state.step,
              (long long)t->options.steps, duration, *how ? ": " : "", how);
+    range_begin("report");
     report_write(t->report, &t->run, state, !*how);
+    range_end();
+}
+
+/* A part of the run under its name in a profiler. */
+static int ranged(const char *name, int (*part)(Trainer *), Trainer *t)
+{
+    range_begin(name);
+    int status = part(t);
+    range_end();
+    return status;
 }
 
 /* Runs up to t->last or a signal. Returns 0, or -1 with the sentence in t->error. */
@@ -604,12 +622,15 @@ static int train(Trainer *t)
     const Options *o = &t->options;
     double loss, norm, lr, unprinted = 0;
     int64_t updates = 0;
-    if (t->state.step == 0 && !t->resumed && o->eval_every && t->loader && evaluate(t)) return -1;
-    if (!o->steps && save(t)) return -1;
+    if (t->state.step == 0 && !t->resumed && o->eval_every && t->loader && ranged("evaluate", evaluate, t)) return -1;
+    if (!o->steps && ranged("save", save, t)) return -1;
     write_report(t, "");
     while (t->state.step < t->last && !process_stop) {
         double began = display_clock();
-        if (update(t, &loss, &norm, &lr)) return t->prefetch_failed ? save_after_fault(t) : -1;
+        range_begin("update");
+        int failed = update(t, &loss, &norm, &lr);
+        range_end();
+        if (failed) return t->prefetch_failed ? save_after_fault(t) : -1;
         double seconds = display_clock() - began;
         unprinted += seconds;
         t->state.seconds += seconds;
@@ -621,9 +642,10 @@ static int train(Trainer *t)
             unprinted = 0;
             updates = 0;
         }
-        if (is_due(t, o->eval_every) && evaluate(t)) return -1;
-        if (is_due(t, o->save_every) && save(t)) return -1;
-        if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && sample(t)) return -1;
+        if (is_due(t, o->eval_every) && ranged("evaluate", evaluate, t)) return -1;
+        if (is_due(t, o->save_every) && ranged("save", save, t)) return -1;
+        if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && ranged("sample", sample, t))
+            return -1;
         if (is_due(t, o->eval_every) || is_due(t, o->save_every)) write_report(t, "");
     }
     return 0;
@@ -635,7 +657,7 @@ static int report(Trainer *t)
     const Options *o = &t->options;
     int early = t->state.step < o->steps;
     char duration[32];
-    if (early && save(t)) return -1;
+    if (early && ranged("save", save, t)) return -1;
     curve_print(&t->train_curve, &t->val_curve, t->entropy_rate, 72, 16);
     display_duration(duration, sizeof duration, t->state.seconds);
     printf("%s at step %lld of %lld, %s of training", early ? "stopped" : "done", (long long)t->state.step, (long long)o->steps, duration);
@@ -645,7 +667,7 @@ static int report(Trainer *t)
     printf("\n");
     if (*t->saved_path) printf("checkpoint %s\n", t->saved_path);
     if (early && t->run.dir) printf("go on with: ./train_gpt --out '%s' --resume\n", t->run.dir);
-    if (!early && o->sample_every && t->train_curve.count && sample(t)) return -1;
+    if (!early && o->sample_every && t->train_curve.count && ranged("sample", sample, t)) return -1;
     write_report(t, early ? "stopped" : "done");
     return process_stop ? EXIT_STOPPED : 0;
 }
