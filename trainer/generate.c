@@ -134,6 +134,7 @@ static size_t print_utf8(const unsigned char *text, size_t length, int final, in
 static void printer_show(Printer *printer)
 {
     const GenerateOptions *o = printer->options;
+    if (printer->fault) return; /* a second write to a pipe without a reader would end the process */
     for (; printer->showing < o->samples; printer->showing++) {
         Text *text = &printer->texts[printer->showing];
         TextBuffer *buffer = &text->buffer;
