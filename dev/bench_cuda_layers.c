@@ -49,7 +49,7 @@ typedef void Operation(Bench *b);
 static void run_copy(Bench *b) { b->gpu->copy(b->wide2, b->wide, (size_t)(b->N * 4 * C) * b->gpu->element, b->stream); }
 static void run_embedding_forward(Bench *b)
 {
-    b->gpu->embedding_forward(b->resid, b->tokens, b->weight, b->weight, b->B, T, C, b->stream);
+    b->gpu->embedding_forward(b->resid, b->tokens, b->master, b->master + VP * C, b->B, T, C, b->stream);
 }
 static void run_embedding_backward(Bench *b)
 {
@@ -57,17 +57,17 @@ static void run_embedding_backward(Bench *b)
 }
 static void run_layernorm_forward(Bench *b)
 {
-    b->gpu->layernorm_forward(b->y, b->stats, b->stats2, b->resid, b->weight, b->weight, b->N, C, b->stream);
+    b->gpu->layernorm_forward(b->y, b->stats, b->stats2, b->resid, b->master, b->master + C, b->N, C, b->stream);
 }
 static void run_residual_layernorm(Bench *b)
 {
-    b->gpu->residual_layernorm_forward(b->resid2, b->x, b->stats, b->stats2, b->resid, b->y, b->weight, b->weight, b->N, C,
-                                       b->stream);
+    b->gpu->residual_layernorm_forward(b->resid2, b->x, b->stats, b->stats2, b->resid, b->y, b->master, b->master + C, b->N,
+                                       C, b->stream);
 }
 static void run_layernorm_backward(Bench *b)
 {
     b->gpu->layernorm_backward(b->resid2, b->gpu->dtype == DTYPE_FP32 ? (void *)b->resid2 : b->x, b->vector, b->vector2,
-                               b->scratch, b->resid2, b->y, b->resid, b->weight, b->stats, b->stats2, b->N, C, b->stream);
+                               b->scratch, b->resid2, b->y, b->resid, b->master, b->stats, b->stats2, b->N, C, b->stream);
 }
 static void run_gelu_forward(Bench *b) { b->gpu->gelu_forward(b->wide2, b->wide, b->N * 4 * C, b->stream); }
 static void run_loss(Bench *b)
@@ -305,7 +305,7 @@ static void bench_all(Bench *b)
     double touched = (double)(b->distinct + T) * C;      /* elements of wte and wpe */
     b->copy_rate = 0;
     bench_line(b, "copy", run_copy, 8 * row, 0);
-    bench_line(b, "embedding forward", run_embedding_forward, full + touched * e, 0);
+    bench_line(b, "embedding forward", run_embedding_forward, full + 4 * touched + 4 * (double)b->N, 0);
     bench_line(b, "embedding backward", run_embedding_backward, 2 * full + 8 * touched, 0);
     bench_line(b, "layernorm forward", run_layernorm_forward, full + row, 0);
     bench_line(b, "residual + layernorm", run_residual_layernorm, 2 * full + 2 * row, 0);

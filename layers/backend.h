@@ -6,9 +6,11 @@
  *
  * Types: "real" is the backend's dtype (fp32 or bf16) and travels as void *. Statistics, losses and parameter gradients are
  * fp32 always, and so is the residual stream, forward and backward: it is a sum over all layers, whose small terms a bf16
- * total would round away. What is real is what products read and write. All pointers lie in memory from alloc() unless said
- * to be host. Sizes are int64_t and may be 0. Letters: B sequences, T tokens each, N = B*T rows, C channels, OC output
- * channels, V tokens in the vocabulary, Vp = V padded up with rows that exist only in memory.
+ * total would round away. So are parameters that no product reads, those of the embeddings and the norms: a norm's weight
+ * is near 1, where bf16 moves in steps of 2^-8, a dozen updates of the usual size. What is real is what products read and
+ * write. All pointers lie in memory from alloc() unless said to be host. Sizes are int64_t and may be 0. Letters: B
+ * sequences, T tokens each, N = B*T rows, C channels, OC output channels, V tokens in the vocabulary, Vp = V padded up with
+ * rows that exist only in memory.
  * Arguments come in this order: outputs, saved, inputs, sizes, stream. "=" below overwrites, "+=" accumulates.
  *
  * Operations are queued on the stream and do not fail on valid sizes; a device fault ends the process with file, line and
@@ -116,8 +118,8 @@ typedef struct Backend {
 
     /* --- embedding: out[b,t] = wte[tokens[b,t]] + wpe[t] ------------------------------------------------------------ */
 
-    /* out (B,T,C) fp32 = ...; tokens (B,T), each in [0, V); wte (Vp,C) real; wpe (at least T rows, C) real. */
-    void (*embedding_forward)(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+    /* out (B,T,C) fp32 = ...; tokens (B,T), each in [0, V); wte (Vp,C) fp32; wpe (at least T rows, C) fp32. */
+    void (*embedding_forward)(float *out, const int32_t *tokens, const float *wte, const float *wpe, int64_t B, int64_t T,
                               int64_t C, Stream *stream);
     /* dwte (Vp,C) fp32 +=, dwpe (T,C) fp32 +=; dout (B,T,C) fp32; plan: what embedding_plan made of the B*T tokens. Rows of
      * one token are added in an order that the plan alone decides, so the result is the same on every run. `scratch`:
@@ -129,20 +131,20 @@ typedef struct Backend {
     /* --- layer normalisation (Ba et al. 2016), eps 1e-5, biased variance -------------------------------------------- */
 
     /* out (N,C) real = (x - mean) * rstd * weight + bias; mean, rstd (N) fp32 are saved; x (N,C) fp32; weight, bias (C)
-     * real. */
-    void (*layernorm_forward)(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
+     * fp32. */
+    void (*layernorm_forward)(void *out, float *mean, float *rstd, const float *x, const float *weight, const float *bias,
                               int64_t N, int64_t C, Stream *stream);
     /* sum (N,C) fp32 = x + y, then out (N,C) real = layernorm(sum), in one pass; x (N,C) fp32, y (N,C) real. sum may be x
      * itself. */
     void (*residual_layernorm_forward)(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
-                                       const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream);
+                                       const float *weight, const float *bias, int64_t N, int64_t C, Stream *stream);
     /* dx (N,C) fp32 = dresid + gradient of x, dweight (C), dbias (C) fp32 +=. dresid (N,C) fp32 is what flows along the
-     * residual branch: dx itself, or NULL where nothing does. dout (N,C) real; x (N,C) fp32 as in forward (the sum in the
-     * residual form). rounded (N,C) real = dx, for the products that read it next; NULL where it is not wanted, and it may
-     * be dx itself where real is fp32, which costs nothing. `scratch`: layernorm_scratch(N, C) bytes. */
+     * residual branch: dx itself, or NULL where nothing does. dout (N,C) real; x (N,C), weight (C) fp32 as in forward (x the
+     * sum in the residual form). rounded (N,C) real = dx, for the products that read it next; NULL where it is not wanted,
+     * and it may be dx itself where real is fp32, which costs nothing. `scratch`: layernorm_scratch(N, C) bytes. */
     void (*layernorm_backward)(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
-                               const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
-                               int64_t N, int64_t C, Stream *stream);
+                               const void *dout, const float *x, const float *weight, const float *mean,
+                               const float *rstd, int64_t N, int64_t C, Stream *stream);
     size_t (*layernorm_scratch)(int64_t N, int64_t C);
 
     /* --- linear: y = x W^T + b, W (OC,C) row-major ------------------------------------------------------------------- */

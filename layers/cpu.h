@@ -46,18 +46,18 @@ static inline int cpu_threads(void)
 static inline int64_t cpu_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t cpu_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-void embedding_forward_cpu(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+void embedding_forward_cpu(float *out, const int32_t *tokens, const float *wte, const float *wpe, int64_t B, int64_t T,
                            int64_t C, Stream *stream);
 void embedding_backward_cpu(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
                             int64_t T, int64_t C, Stream *stream);
 size_t embedding_scratch_cpu(int64_t N, int64_t C);
 
-void layernorm_forward_cpu(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
+void layernorm_forward_cpu(void *out, float *mean, float *rstd, const float *x, const float *weight, const float *bias,
                            int64_t N, int64_t C, Stream *stream);
 void residual_layernorm_forward_cpu(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
-                                    const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream);
+                                    const float *weight, const float *bias, int64_t N, int64_t C, Stream *stream);
 void layernorm_backward_cpu(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
-                            const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
+                            const void *dout, const float *x, const float *weight, const float *mean, const float *rstd,
                             int64_t N, int64_t C, Stream *stream);
 size_t layernorm_scratch_cpu(int64_t N, int64_t C);
 

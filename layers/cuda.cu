@@ -263,7 +263,7 @@ static void recording_free_cuda(Recording *recording)
             memory_available_cuda, alloc_cuda, free_cuda, zero_cuda, copy_in_cuda, copy_out_cuda, copy_cuda,                \
             synchronize_cuda, alloc_host_cuda, free_host_cuda, upload_cuda, upload_join_cuda, download_cuda,                \
             record_begin_cuda, record_end_cuda, replay_cuda, recording_free_cuda, from_fp32_cuda<REAL>,                     \
-            to_fp32_cuda<REAL>, embedding_forward_cuda<REAL>, embedding_backward_cuda, embedding_scratch_cuda,              \
+            to_fp32_cuda<REAL>, embedding_forward_cuda, embedding_backward_cuda, embedding_scratch_cuda,                    \
             layernorm_forward_cuda<REAL>, residual_layernorm_forward_cuda<REAL>, layernorm_backward_cuda<REAL>,             \
             layernorm_scratch_cuda, linear_forward_cuda<REAL>, linear_gelu_forward_cuda<REAL>,                              \
             linear_backward_input_cuda<REAL>, linear_backward_weight_cuda<REAL>, linear_scratch_cuda,                       \

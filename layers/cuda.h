@@ -1,7 +1,7 @@
 /* cuda.h - what the CUDA twins of the layers share: the stream, error checks, 16-byte packs, reductions, launch sizes.
  *
- * Every operation is a template over Real, the type of activations and working weights: float or __nv_bfloat16. Arithmetic
- * is fp32 throughout. Kernels are memory-bound but for the products, so they move 16 bytes a thread and access (Pack), and
+ * Operations are templates over Real, the type of what products read and write: float or __nv_bfloat16. Arithmetic is fp32
+ * throughout. Kernels are memory-bound but for the products, so they move 16 bytes a thread and access (Pack), and
  * touch each byte once; where rows do not divide into packs they fall back to single elements.
  */
 #ifndef CUDA_H
@@ -166,21 +166,20 @@ __device__ __forceinline__ float block_max(float x, Shared<float> room)
 
 template <typename Real> void from_fp32_cuda(void *out, const float *in, int64_t n, Stream *stream);
 template <typename Real> void to_fp32_cuda(float *out, const void *in, int64_t n, Stream *stream);
-template <typename Real>
-void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+void embedding_forward_cuda(float *out, const int32_t *tokens, const float *wte, const float *wpe, int64_t B, int64_t T,
                             int64_t C, Stream *stream);
 void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const float *dout, const int32_t *plan, int64_t B,
                              int64_t T, int64_t C, Stream *stream);
 size_t embedding_scratch_cuda(int64_t N, int64_t C);
 template <typename Real>
-void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
+void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const float *weight, const float *bias,
                             int64_t N, int64_t C, Stream *stream);
 template <typename Real>
 void residual_layernorm_forward_cuda(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
-                                     const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream);
+                                     const float *weight, const float *bias, int64_t N, int64_t C, Stream *stream);
 template <typename Real>
 void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
-                             const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
+                             const void *dout, const float *x, const float *weight, const float *mean, const float *rstd,
                              int64_t N, int64_t C, Stream *stream);
 size_t layernorm_scratch_cuda(int64_t N, int64_t C);
 template <typename Real>

@@ -8,15 +8,15 @@
 #include "layers/cpu.h"
 #include "layers/vector.h"
 
-void embedding_forward_cpu(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+void embedding_forward_cpu(float *out, const int32_t *tokens, const float *wte, const float *wpe, int64_t B, int64_t T,
                            int64_t C, Stream *stream)
 {
     (void)stream;
 #pragma omp parallel for schedule(static) if (B * T * C >= PARALLEL_MIN)
     for (int64_t n = 0; n < B * T; n++) {
-        const float *token = (const float *)wte + tokens[n] * C; /* (C) */
-        const float *position = (const float *)wpe + n % T * C;  /* (C) */
-        float *row = out + n * C;                                 /* (C) */
+        const float *token = wte + tokens[n] * C;  /* (C) */
+        const float *position = wpe + n % T * C;   /* (C) */
+        float *row = out + n * C;                  /* (C) */
         for (int64_t c = 0; c < C; c++) row[c] = token[c] + position[c];
     }
 }

@@ -1,10 +1,18 @@
 /* embedding.cu - token and position embedding on the GPU.
  *
- * Forward is a gather. Backward adds dout's rows up by token: many rows to one row of dwte, a race by nature. Instead of
- * atomics, whose order changes from run to run, it follows a plan that the host made while the step before was computing
- * (embedding_plan in embedding.c): the positions by token, cut into pieces of at most 8, so that no warp walks a long run.
- * (Of 65536 tokens of text some 60% of the positions are of cut tokens, 5000 pieces; the others make 16000 pieces, most of
- * one position.)
+ * Forward is a gather of fp32 rows. A thread has one pack of channels at one position: it reads that pack of wpe once for
+ * ROWS sequences of the batch and has their rows of wte under way together. Rows are found without a division. The result
+ * is marked as not to be kept in the caches, which are left to the rows of frequent tokens.
+ *
+ *     block:  position t, sequences b .. b+3      wpe[t]  +  wte[tokens[b,t]]    -> out[b,t]
+ *                                                         +  wte[tokens[b+1,t]]  -> out[b+1,t]   ...
+ *
+ * Bytes: tokens, the rows of wte that occur (once each; again they come from L2), wpe, and out, by far the most.
+ *
+ * Backward adds dout's rows up by token: many rows to one row of dwte, a race by nature. Instead of atomics, whose order
+ * changes from run to run, it follows a plan that the host made while the step before was computing (embedding_plan in
+ * embedding.c): the positions by token, cut into pieces of at most 8, so that no warp walks a long run. (Of 65536 tokens of
+ * text some 60% of the positions are of cut tokens, 5000 pieces; the others make 16000 pieces, most of one position.)
  *
  *     piece   | 8 rows of "the" | 8 rows of "the" | ... | 5 rows of "river" | ... | 1 row of "delta" |     a warp each
  *                      |                 |                       |                        |
@@ -16,47 +24,74 @@
  * chain of loads that leads to a row, piece and position, costs little beside them. Sums of cut tokens go through `scratch`,
  * always in the same order. dwpe's rows are sums over the batch at fixed positions and need no plan.
  *
- * Bytes: dout twice, once by token and once by position, and the touched rows of dwte and dwpe read and written. (Partial
- * sums are an eighth of dout, and most of it still lies in L2 when it is read.)
+ * Bytes of backward: dout twice, once by token and once by position, and the touched rows of dwte and dwpe read and written.
+ * (Partial sums are an eighth of dout, and most of it still lies in L2 when it is read.)
  */
 #include "layers/cuda.h"
 
 enum {
-    THREADS = 256,
+    THREADS = 256,                     /* of a block of forward, at most */
+    ROWS = 4,                          /* sequences that a thread of it serves */
     PIECE_WARPS = 4, PIECE_BLOCKS = 4, /* warps of a block; blocks of a multiprocessor: as many as registers allow */
     QUADS_MOST = 6,                    /* packs of a row that a lane holds */
     SUM_WARPS = 8, SUM_LOADS = 8,      /* the same where partial sums and positions are added up */
     CUT_BLOCKS = 4                     /* blocks for cut tokens, a multiprocessor */
 };
 
-template <typename Real, int WIDTH>
-__global__ void embedding_forward_kernel(float *out, const int32_t *tokens, const Real *wte, const Real *wpe, int64_t N,
-                                         int64_t T, int64_t C)
+/* --- forward ----------------------------------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ void store_streaming(float *to, const Pack<float, 1> &pack) { __stcs(to, pack.v[0]); }
+static __device__ __forceinline__ void store_streaming(float *to, const Pack<float, 4> &pack)
 {
-    int64_t packs = C / WIDTH;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < N * packs; i += (int64_t)gridDim.x * blockDim.x) {
-        int64_t n = i / packs, c = i % packs * WIDTH;
-        float a[WIDTH], b[WIDTH];
-        pack_load<Real, WIDTH>(a, wte + (int64_t)tokens[n] * C + c);
-        pack_load<Real, WIDTH>(b, wpe + n % T * C + c);
-#pragma unroll
-        for (int j = 0; j < WIDTH; j++) a[j] += b[j];
-        pack_store<float, WIDTH>(out + n * C + c, a);
-    }
+    __stcs((float4 *)to, make_float4(pack.v[0], pack.v[1], pack.v[2], pack.v[3]));
 }
 
-template <typename Real>
-void embedding_forward_cuda(float *out, const int32_t *tokens, const void *wte, const void *wpe, int64_t B, int64_t T,
+/* Threads (packs, positions). blockIdx.x counts blocks of positions, t_blocks of them, for one group of ROWS sequences after
+ * another; blockIdx.y picks blockDim.x packs of a row. */
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS)
+embedding_forward_kernel(float *out, const int32_t *tokens, const float *wte, const float *wpe, unsigned t_blocks, int64_t B,
+                         int64_t T, int64_t C)
+{
+    typedef Pack<float, WIDTH> Part;
+    const int64_t t = (int64_t)(blockIdx.x % t_blocks) * blockDim.y + threadIdx.y;
+    const int64_t b = (int64_t)(blockIdx.x / t_blocks) * ROWS;
+    const int64_t channel = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * WIDTH;
+    if (t >= T || channel >= C) return;
+    int32_t token[ROWS];
+    Part row[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) token[r] = b + r < B ? tokens[(b + r) * T + t] : 0;
+    const Part position = *(const Part *)(wpe + t * C + channel);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+        if (b + r < B) row[r] = *(const Part *)(wte + token[r] * C + channel);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+        if (b + r < B) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) row[r].v[j] += position.v[j];
+            store_streaming(out + ((b + r) * T + t) * C + channel, row[r]);
+        }
+}
+
+template <int WIDTH>
+static void forward(float *out, const int32_t *tokens, const float *wte, const float *wpe, int64_t B, int64_t T, int64_t C,
+                    Stream *stream)
+{
+    const int64_t packs = (C + WIDTH - 1) / WIDTH, slices = (packs + THREADS - 1) / THREADS;
+    const int64_t wide = (packs + slices - 1) / slices, room = THREADS / wide, high = room < T ? room : T;
+    const unsigned t_blocks = blocks_for(T, high);
+    LAUNCH(embedding_forward_kernel<WIDTH>, dim3(t_blocks * blocks_for(B, ROWS), (unsigned)slices),
+           dim3((unsigned)wide, (unsigned)high), 0, stream, out, tokens, wte, wpe, t_blocks, B, T, C);
+}
+
+void embedding_forward_cuda(float *out, const int32_t *tokens, const float *wte, const float *wpe, int64_t B, int64_t T,
                             int64_t C, Stream *stream)
 {
-    int64_t N = B * T;
-    const int WIDTH = PackWidth<float>::value;
-    if (packs_fit<float>(C, out) && ((uintptr_t)wte | (uintptr_t)wpe) % (WIDTH * sizeof(Real)) == 0)
-        LAUNCH(KERNEL(embedding_forward_kernel<Real, WIDTH>), blocks_resident(N * C / WIDTH, THREADS, stream, 16), THREADS,
-               0, stream, out, tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
-    else
-        LAUNCH(KERNEL(embedding_forward_kernel<Real, 1>), blocks_resident(N * C, THREADS, stream, 16), THREADS, 0, stream,
-               out, tokens, (const Real *)wte, (const Real *)wpe, N, T, C);
+    if (B * T * C < 1) return;
+    if (packs_fit<float>(C, out, wte, wpe)) forward<PackWidth<float>::value>(out, tokens, wte, wpe, B, T, C, stream);
+    else forward<1>(out, tokens, wte, wpe, B, T, C, stream);
 }
 
 /* --- backward ---------------------------------------------------------------------------------------------------------- */
@@ -206,9 +241,3 @@ void embedding_backward_cuda(float *dwte, float *dwpe, void *scratch, const floa
     else
         backward<1>(dwte, dwpe, partial, dout, plan, B, T, C, stream);
 }
-
-#define INSTANTIATE(Real)                                                                                              \
-    template void embedding_forward_cuda<Real>(float *, const int32_t *, const void *, const void *, int64_t, int64_t, \
-                                               int64_t, Stream *);
-INSTANTIATE(float)
-INSTANTIATE(__nv_bfloat16)

@@ -11,6 +11,10 @@
  * The residual stream is fp32 in every mode, forward and backward: each block adds little to much, and in bf16 a total would
  * lose what is under 1/256 of it, layer after layer. The branches, between a norm's output and the (+), are real.
  *
+ * Parameters are kept in fp32; products read real copies of them, norms and embeddings the fp32 ones. Inference in bf16 keeps
+ * no more in fp32 than it reads, wte, wpe and the vectors: 158 MB beside the 249 of GPT-2 124M, 333 beside the 3115 of GPT-2
+ * XL. All in fp32 would be twice the bf16 again.
+ *
  * Backward walks the same chain the other way with one gradient of the residual stream, dresid, that every branch adds to;
  * the norms, which do the adding, leave a rounded copy beside it for the products. Where real is fp32 it is its own copy.
  * The classifier goes over the rows in chunks and does forward and backward of a chunk at once: its logits, by far the
@@ -72,6 +76,11 @@ typedef struct StepResult {
     float norm;
 } StepResult;
 
+/* Elements of a flat buffer of parameters. From its start: wte and wpe, the other matrices, the vectors. */
+typedef struct FlatLayout {
+    int64_t embeddings, matrices, size; /* where each of the three ends */
+} FlatLayout;
+
 struct Gpt {
     GptConfig config;
     GptOptions options;
@@ -84,10 +93,11 @@ struct Gpt {
 
     GptTensor *tensors;
     size_t tensor_count, kind_first[GPT_KINDS];
-    int64_t flat, flat_decay; /* elements of a flat buffer; how many of them, from the start, are matrices */
+    FlatLayout flat;
 
     void *parameters;  /* (flat) real */
     float *master;     /* (flat) fp32; the same buffer as parameters where real is fp32; NULL in bf16 inference */
+    float *exact;      /* bf16 inference alone: wte, wpe and, behind them, the vectors in fp32; in parameters' allocation */
     float *gradients;  /* (flat) fp32 */
     float *moments;    /* m (flat), v (flat) fp32 */
     char *activations, *scratch;
@@ -166,15 +176,14 @@ static int64_t padded_vocab(const GptConfig *config, const Backend *backend)
     return (config->vocab + multiple - 1) / multiple * multiple;
 }
 
-/* Fills table (may be NULL) and kind_first (may be NULL); returns the number of tensors. *flat and *flat_decay get
- * elements. */
-static size_t tensors_layout(GptTensor *table, size_t *kind_first, int64_t *flat, int64_t *flat_decay,
-                             const GptConfig *config, int64_t Vp)
+/* Fills table (may be NULL), kind_first (may be NULL) and flat; returns the number of tensors. */
+static size_t tensors_layout(GptTensor *table, size_t *kind_first, FlatLayout *flat, const GptConfig *config, int64_t Vp)
 {
     size_t count = 0;
     int64_t offset = 0;
     for (int kind = 0; kind < GPT_KINDS; kind++) {
-        if (kind == GPT_LN1_W) *flat_decay = offset; /* the first vector */
+        if (kind == GPT_QKV_W) flat->embeddings = offset;
+        if (kind == GPT_LN1_W) flat->matrices = offset; /* the first vector */
         if (kind_first) kind_first[kind] = count;
         int64_t rows, columns, copies = KINDS[kind].in_block ? config->layers : 1;
         kind_shape((GptKind)kind, config, &rows, &columns);
@@ -196,7 +205,7 @@ static size_t tensors_layout(GptTensor *table, size_t *kind_first, int64_t *flat
             offset = (offset + ALIGNMENT_ELEMENTS - 1) / ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS;
         }
     }
-    *flat = offset;
+    flat->size = offset;
     return count;
 }
 
@@ -328,8 +337,8 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
     }
     size_t work = STAGING_ELEMENTS * 4; /* gpt_read and gpt_write convert here */
     if (options->training) {
-        int64_t flat, flat_decay;
-        tensors_layout(NULL, NULL, &flat, &flat_decay, config, Vp);
+        FlatLayout flat;
+        tensors_layout(NULL, NULL, &flat, config, Vp);
         work = larger(work, backend->embedding_scratch(N, C));
         work = larger(work, backend->layernorm_scratch(N, C));
         work = larger(work, backend->linear_scratch(N, C, 3 * C));
@@ -337,25 +346,42 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
         work = larger(work, backend->linear_scratch(N, C, 4 * C));
         work = larger(work, backend->linear_scratch(N, 4 * C, C));
         work = larger(work, backend->linear_scratch(chunk, C, Vp));
-        work = larger(work, backend->norm_scratch(flat));
+        work = larger(work, backend->norm_scratch(flat.size));
     }
     s.work = area_take(&s.bytes, work);
     s.attention = area_take(&s.bytes, attention ? attention->scratch_bytes(&shape) : 0);
     return s;
 }
 
+/* Parameters: all in the working type, and what bf16 inference keeps in fp32 beside them. */
+typedef struct ParameterLayout {
+    size_t exact; /* where that begins */
+    size_t bytes;
+} ParameterLayout;
+
+static ParameterLayout parameter_layout(const FlatLayout *flat, const GptOptions *options, const Backend *backend)
+{
+    ParameterLayout layout = {0, 0};
+    area_take(&layout.bytes, (size_t)flat->size * backend->element);
+    layout.exact = layout.bytes;
+    if (!options->training && backend->dtype != DTYPE_FP32)
+        area_take(&layout.bytes, (size_t)(flat->embeddings + flat->size - flat->matrices) * 4);
+    return layout;
+}
+
 GptPlan gpt_plan(const GptConfig *config, const GptOptions *options, const Backend *backend,
                  const AttentionKernel *attention)
 {
     GptPlan plan;
-    int64_t flat, flat_decay, Vp = padded_vocab(config, backend);
+    FlatLayout flat;
+    int64_t Vp = padded_vocab(config, backend);
     memset(&plan, 0, sizeof plan);
-    tensors_layout(NULL, NULL, &flat, &flat_decay, config, Vp);
+    tensors_layout(NULL, NULL, &flat, config, Vp);
     plan.parameters_count = parameters_counted(config);
-    plan.parameters = (size_t)flat * backend->element;
+    plan.parameters = parameter_layout(&flat, options, backend).bytes;
     if (options->training) {
-        plan.gradients = (size_t)flat * 4;
-        plan.optimizer = (size_t)flat * 8 + (backend->dtype == DTYPE_FP32 ? 0 : (size_t)flat * 4);
+        plan.gradients = (size_t)flat.size * 4;
+        plan.optimizer = (size_t)flat.size * (backend->dtype == DTYPE_FP32 ? 8 : 12);
     }
     plan.activations = activation_layout(config, options, backend, attention).bytes;
     plan.scratch = scratch_layout(config, options, backend, attention, Vp).bytes;
@@ -421,7 +447,7 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
     gpt->plan = plan;
     gpt->Vp = padded_vocab(config, backend);
     gpt->chunk = classifier_chunk(rows_most(options), gpt->Vp, backend->element);
-    gpt->tensor_count = tensors_layout(NULL, gpt->kind_first, &gpt->flat, &gpt->flat_decay, config, gpt->Vp);
+    gpt->tensor_count = tensors_layout(NULL, gpt->kind_first, &gpt->flat, config, gpt->Vp);
     gpt->tensors = (GptTensor *)calloc(gpt->tensor_count, sizeof *gpt->tensors);
     size_t batch = batch_bytes(rows_most(options));
     gpt->batch_host = (int32_t *)backend->alloc_host(batch, stream);
@@ -447,9 +473,10 @@ Gpt *gpt_create(const GptConfig *config, const GptOptions *options, const Backen
         gpt_free(gpt);
         return NULL;
     }
-    tensors_layout(gpt->tensors, NULL, &gpt->flat, &gpt->flat_decay, config, gpt->Vp);
+    tensors_layout(gpt->tensors, NULL, &gpt->flat, config, gpt->Vp);
     if (backend->dtype == DTYPE_FP32) gpt->master = (float *)gpt->parameters;
-    else if (gpt->moments) gpt->master = gpt->moments + 2 * gpt->flat;
+    else if (gpt->moments) gpt->master = gpt->moments + 2 * gpt->flat.size;
+    else gpt->exact = (float *)((char *)gpt->parameters + parameter_layout(&gpt->flat, options, backend).exact);
     backend->zero(gpt->parameters, plan.parameters, stream);
     if (gpt->gradients) backend->zero(gpt->gradients, plan.gradients, stream);
     if (gpt->moments) backend->zero(gpt->moments, plan.optimizer, stream);
@@ -481,13 +508,23 @@ const char *gpt_fault(const Gpt *gpt) { return gpt->fault; }
 
 /* --- parameters from and to the host ----------------------------------------------------------------------------------- */
 
-static float *flat_buffer(const Gpt *gpt, GptBuffer buffer)
+/* A parameter in fp32, or NULL where there is none: in bf16 inference, of matrices that only products read. */
+static float *exact_at(const Gpt *gpt, int64_t offset)
+{
+    const FlatLayout *flat = &gpt->flat;
+    if (gpt->master) return gpt->master + offset;
+    if (offset < flat->embeddings) return gpt->exact + offset;
+    return offset < flat->matrices ? NULL : gpt->exact + flat->embeddings + (offset - flat->matrices);
+}
+
+/* The element at an offset of a flat buffer, in fp32, or NULL as above. */
+static float *flat_at(const Gpt *gpt, GptBuffer buffer, int64_t offset)
 {
     switch (buffer) {
-    case GPT_PARAMETERS: return gpt->master;
-    case GPT_GRADIENTS: return gpt->gradients;
-    case GPT_MOMENT1: return gpt->moments;
-    default: return gpt->moments + gpt->flat;
+    case GPT_PARAMETERS: return exact_at(gpt, offset);
+    case GPT_GRADIENTS: return gpt->gradients + offset;
+    case GPT_MOMENT1: return gpt->moments + offset;
+    default: return gpt->moments + gpt->flat.size + offset;
     }
 }
 
@@ -502,12 +539,12 @@ void gpt_read(const Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t
     const Backend *be = gpt->backend;
     const GptTensor *tensor = &gpt->tensors[i];
     int64_t start = tensor->offset + first * tensor->columns, n = count * tensor->columns;
-    const float *flat = flat_buffer(gpt, buffer);
+    const float *flat = flat_at(gpt, buffer, start);
     if (flat) {
-        be->copy_out(host, flat + start, (size_t)n * 4, gpt->stream);
+        be->copy_out(host, flat, (size_t)n * 4, gpt->stream);
         return;
     }
-    float *staging = (float *)(gpt->scratch + gpt->layout.work); /* bf16 inference: there is no fp32 copy to read */
+    float *staging = (float *)(gpt->scratch + gpt->layout.work);
     for (int64_t done = 0; done < n; done += STAGING_ELEMENTS) {
         int64_t piece = n - done < STAGING_ELEMENTS ? n - done : STAGING_ELEMENTS;
         be->to_fp32(staging, parameter_at(gpt, start + done), piece, gpt->stream);
@@ -520,11 +557,11 @@ void gpt_write(Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t coun
     const Backend *be = gpt->backend;
     const GptTensor *tensor = &gpt->tensors[i];
     int64_t start = tensor->offset + first * tensor->columns, n = count * tensor->columns;
-    float *flat = flat_buffer(gpt, buffer);
-    if (flat) be->copy_in(flat + start, host, (size_t)n * 4, gpt->stream);
+    float *flat = flat_at(gpt, buffer, start);
+    if (flat) be->copy_in(flat, host, (size_t)n * 4, gpt->stream);
     if (buffer != GPT_PARAMETERS || be->dtype == DTYPE_FP32) return;
     if (flat) {
-        be->from_fp32(parameter_at(gpt, start), flat + start, n, gpt->stream);
+        be->from_fp32(parameter_at(gpt, start), flat, n, gpt->stream);
         return;
     }
     float *staging = (float *)(gpt->scratch + gpt->layout.work);
@@ -616,15 +653,19 @@ static float *resid_at(const Gpt *gpt, Activation a, int64_t l) { return (float 
 
 static StepResult *result_at(const Gpt *gpt) { return (StepResult *)act_at(gpt, ACT_RESULT, 0); }
 
-static const void *weight_at(const Gpt *gpt, GptKind kind, int64_t l)
+/* Where in the flat buffers a parameter of layer l (any l for those of the model) begins. */
+static int64_t offset_of(const Gpt *gpt, GptKind kind, int64_t l)
 {
-    return parameter_at(gpt, gpt->tensors[gpt->kind_first[kind] + (size_t)(KINDS[kind].in_block ? l : 0)].offset);
+    return gpt->tensors[gpt->kind_first[kind] + (size_t)(KINDS[kind].in_block ? l : 0)].offset;
 }
 
-static float *gradient_at(const Gpt *gpt, GptKind kind, int64_t l)
+/* A parameter for a product; for a norm or the embedding, in fp32; its gradient. */
+static const void *weight_at(const Gpt *gpt, GptKind kind, int64_t l) { return parameter_at(gpt, offset_of(gpt, kind, l)); }
+static const float *exact_weight_at(const Gpt *gpt, GptKind kind, int64_t l)
 {
-    return gpt->gradients + gpt->tensors[gpt->kind_first[kind] + (size_t)(KINDS[kind].in_block ? l : 0)].offset;
+    return exact_at(gpt, offset_of(gpt, kind, l));
 }
+static float *gradient_at(const Gpt *gpt, GptKind kind, int64_t l) { return gpt->gradients + offset_of(gpt, kind, l); }
 
 static void attention_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 {
@@ -676,7 +717,8 @@ static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, const float
                        C, gpt->stream);
     be->residual_layernorm_forward(resid_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l),
                                    (float *)act_at(gpt, ACT_LN2_MEAN, l), (float *)act_at(gpt, ACT_LN2_RSTD, l), resid,
-                                   branch, weight_at(gpt, GPT_LN2_W, l), weight_at(gpt, GPT_LN2_B, l), N, C, gpt->stream);
+                                   branch, exact_weight_at(gpt, GPT_LN2_W, l), exact_weight_at(gpt, GPT_LN2_B, l), N, C,
+                                   gpt->stream);
     be->linear_gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), act_at(gpt, ACT_LN2, l),
                             weight_at(gpt, GPT_FC_W, l), weight_at(gpt, GPT_FC_B, l), N, C, 4 * C, gpt->stream);
 }
@@ -695,8 +737,8 @@ static void block_finish(Gpt *gpt, int64_t l, int64_t N)
     be->residual_layernorm_forward(resid_at(gpt, ACT_RESID, l + 1), act_at(gpt, out, l + 1),
                                    (float *)act_at(gpt, mean, l + 1), (float *)act_at(gpt, rstd, l + 1),
                                    resid_at(gpt, ACT_RESID_MID, l), branch,
-                                   weight_at(gpt, last ? GPT_LNF_W : GPT_LN1_W, l + 1),
-                                   weight_at(gpt, last ? GPT_LNF_B : GPT_LN1_B, l + 1), N, C, gpt->stream);
+                                   exact_weight_at(gpt, last ? GPT_LNF_W : GPT_LN1_W, l + 1),
+                                   exact_weight_at(gpt, last ? GPT_LNF_B : GPT_LN1_B, l + 1), N, C, gpt->stream);
 }
 
 /* ln1 of block l alone: of the first block, and when a block is computed again. */
@@ -704,8 +746,8 @@ static void block_start(Gpt *gpt, int64_t l, int64_t N)
 {
     gpt->backend->layernorm_forward(act_at(gpt, ACT_LN1, l), (float *)act_at(gpt, ACT_LN1_MEAN, l),
                                     (float *)act_at(gpt, ACT_LN1_RSTD, l), resid_at(gpt, ACT_RESID, l),
-                                    weight_at(gpt, GPT_LN1_W, l), weight_at(gpt, GPT_LN1_B, l), N, gpt->config.channels,
-                                    gpt->stream);
+                                    exact_weight_at(gpt, GPT_LN1_W, l), exact_weight_at(gpt, GPT_LN1_B, l), N,
+                                    gpt->config.channels, gpt->stream);
 }
 
 /* Lays a batch of N tokens out as ACT_BATCH: tokens, targets (NULL: none) and, where it will be wanted, the embedding's
@@ -734,8 +776,8 @@ static void model_forward(Gpt *gpt, int64_t B, int64_t T, CacheUse use)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T;
-    const char *wpe = (const char *)weight_at(gpt, GPT_WPE, 0) + (size_t)(use.position * gpt->config.channels) * be->element;
-    be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), weight_at(gpt, GPT_WTE, 0), wpe, B, T,
+    const float *wpe = exact_weight_at(gpt, GPT_WPE, 0) + use.position * gpt->config.channels; /* (at least T rows, C) */
+    be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), exact_weight_at(gpt, GPT_WTE, 0), wpe, B, T,
                           gpt->config.channels, gpt->stream);
     block_start(gpt, 0, N);
     for (int64_t l = 0; l < gpt->config.layers; l++) {
@@ -879,7 +921,7 @@ static void mlp_backward(Gpt *gpt, int64_t l, int64_t N)
                                act_at(gpt, ACT_LN2, l), N, C, 4 * C, gpt->stream);
     be->linear_backward_input(dnorm, dpre, weight_at(gpt, GPT_FC_W, l), NULL, N, C, 4 * C, gpt->stream);
     be->layernorm_backward(dresid_at(gpt), dresid, gradient_at(gpt, GPT_LN2_W, l), gradient_at(gpt, GPT_LN2_B, l), work,
-                           dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID_MID, l), weight_at(gpt, GPT_LN2_W, l),
+                           dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID_MID, l), exact_weight_at(gpt, GPT_LN2_W, l),
                            (float *)act_at(gpt, ACT_LN2_MEAN, l), (float *)act_at(gpt, ACT_LN2_RSTD, l), N, C, gpt->stream);
 }
 
@@ -899,7 +941,7 @@ static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
     be->linear_backward_input(dnorm, dqkv, weight_at(gpt, GPT_QKV_W, l), NULL, N, C, 3 * C, gpt->stream);
     /* Below the first block no product reads dresid, only the embedding, in fp32. */
     be->layernorm_backward(dresid_at(gpt), l ? dresid : NULL, gradient_at(gpt, GPT_LN1_W, l), gradient_at(gpt, GPT_LN1_B, l),
-                           work, dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID, l), weight_at(gpt, GPT_LN1_W, l),
+                           work, dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID, l), exact_weight_at(gpt, GPT_LN1_W, l),
                            (float *)act_at(gpt, ACT_LN1_MEAN, l), (float *)act_at(gpt, ACT_LN1_RSTD, l), N, C, gpt->stream);
 }
 
@@ -916,7 +958,7 @@ static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
     be->layernorm_backward(dresid_at(gpt), dresid_real_at(gpt), gradient_at(gpt, GPT_LNF_W, 0),
                            gradient_at(gpt, GPT_LNF_B, 0), gpt->scratch + gpt->layout.work, NULL,
                            gpt->scratch + gpt->layout.dnorm, resid_at(gpt, ACT_RESID, gpt->config.layers),
-                           weight_at(gpt, GPT_LNF_W, 0), (float *)act_at(gpt, ACT_LNF_MEAN, 0),
+                           exact_weight_at(gpt, GPT_LNF_W, 0), (float *)act_at(gpt, ACT_LNF_MEAN, 0),
                            (float *)act_at(gpt, ACT_LNF_RSTD, 0), N, C, gpt->stream);
     for (int64_t l = gpt->config.layers - 1; l >= 0; l--) {
         if (gpt->options.recompute == GPT_RECOMPUTE_BLOCK) {
@@ -948,9 +990,9 @@ static void model_update(Gpt *gpt)
 {
     const Backend *be = gpt->backend;
     float *norm = &result_at(gpt)->norm;
-    be->global_norm(norm, gpt->scratch + gpt->layout.work, gpt->gradients, gpt->flat, gpt->stream);
-    be->adamw_update(gpt->parameters, gpt->master, gpt->moments, gpt->moments + gpt->flat, gpt->gradients, norm,
-                     (const AdamwStep *)act_at(gpt, ACT_STEP, 0), gpt->flat, gpt->flat_decay, gpt->stream);
+    be->global_norm(norm, gpt->scratch + gpt->layout.work, gpt->gradients, gpt->flat.size, gpt->stream);
+    be->adamw_update(gpt->parameters, gpt->master, gpt->moments, gpt->moments + gpt->flat.size, gpt->gradients, norm,
+                     (const AdamwStep *)act_at(gpt, ACT_STEP, 0), gpt->flat.size, gpt->flat.matrices, gpt->stream);
 }
 
 float gpt_update(Gpt *gpt, const AdamwStep *step)

@@ -59,7 +59,8 @@ typedef struct GptTensor {
 /* Flat fp32 buffers that gpt_read and gpt_write reach. */
 typedef enum GptBuffer { GPT_PARAMETERS, GPT_GRADIENTS, GPT_MOMENT1, GPT_MOMENT2 } GptBuffer;
 
-/* Bytes by category, as gpt_create will allocate them. */
+/* Bytes by category, as gpt_create will allocate them. In bf16, parameters are those of the products, with the fp32 ones
+ * under optimizer in training; without it, fp32 embeddings and vectors count as parameters too. */
 typedef struct GptPlan {
     int64_t parameters_count; /* as the field counts: no padding, head tied */
     size_t parameters, gradients, optimizer, activations, scratch, total; /* the cache counts as activations */
@@ -87,7 +88,8 @@ size_t gpt_tensor_count(const Gpt *gpt);
 const GptTensor *gpt_tensor(const Gpt *gpt, size_t i);
 
 /* Copies rows [first, first+count) of tensor i between a flat buffer and host memory (count, columns) fp32, in the model's
- * own row-major layout. Writing GPT_PARAMETERS sets both the fp32 master and the working copy. */
+ * own row-major layout. Writing GPT_PARAMETERS sets both the fp32 values and the working copy; reading gives the fp32 ones,
+ * but for matrices (wte and wpe apart) in bf16 inference, which are there in bf16 alone. */
 void gpt_read(const Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t count, float *host);
 void gpt_write(Gpt *gpt, GptBuffer buffer, size_t i, int64_t first, int64_t count, const float *host);
 

@@ -55,7 +55,7 @@ static void row_normalize(float *restrict out, float *mean, float *rstd, const f
     *rstd = factor;
 }
 
-void layernorm_forward_cpu(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
+void layernorm_forward_cpu(void *out, float *mean, float *rstd, const float *x, const float *weight, const float *bias,
                            int64_t N, int64_t C, Stream *stream)
 {
     (void)stream;
@@ -65,7 +65,7 @@ void layernorm_forward_cpu(void *out, float *mean, float *rstd, const float *x, 
 }
 
 void residual_layernorm_forward_cpu(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
-                                    const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream)
+                                    const float *weight, const float *bias, int64_t N, int64_t C, Stream *stream)
 {
     (void)stream;
 #pragma omp parallel for schedule(static) if (N * C >= PARALLEL_MIN)
@@ -123,7 +123,7 @@ static void row_backward(float *dx, float *restrict dweight, float *restrict dbi
 }
 
 void layernorm_backward_cpu(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
-                            const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
+                            const void *dout, const float *x, const float *weight, const float *mean, const float *rstd,
                             int64_t N, int64_t C, Stream *stream)
 {
     enum { COLUMNS = 64 };

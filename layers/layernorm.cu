@@ -1,7 +1,8 @@
 /* layernorm.cu - layer normalisation on the GPU, alone or fused with the residual sum before it.
  *
- * Memory-bound, so the aim is to touch each byte once. The stream x is fp32, what products read and write is Real; a lane
- * moves 4 neighbouring elements of either (a quad: 16 bytes of fp32, 8 of bf16), and a row lies in registers:
+ * Memory-bound, so the aim is to touch each byte once. The stream x is fp32, and so are weight and bias; what products read
+ * and write is Real. A lane moves 4 neighbouring elements of either (a quad: 16 bytes of fp32, 8 of bf16), and a row lies in
+ * registers:
  *
  *     row (C)   | lane 0 | lane 1 | ... | lane 31 | lane 0 | lane 1 | ...        QUADS quads a lane
  *
@@ -50,13 +51,13 @@ static __device__ __forceinline__ bool within(int q, int c, int C) { return q + 
 /* sum = x + y (where RESIDUAL, else x is the row), out = layernorm(sum). A warp a row. */
 template <typename Real, int QUADS, bool RESIDUAL>
 __global__ void layernorm_forward_kernel(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y,
-                                         const Real *weight, const Real *bias, int64_t N, int C)
+                                         const float *weight, const float *bias, int64_t N, int C)
 {
     int64_t row = (int64_t)blockIdx.x * FORWARD_WARPS + threadIdx.x / 32;
     int channel = threadIdx.x % 32 * 4;
     if (row >= N) return;
-    Raw<float, 4> in[QUADS];
-    Raw<Real, 4> other[QUADS], w[QUADS], b[QUADS];
+    Raw<float, 4> in[QUADS], w[QUADS], b[QUADS];
+    Raw<Real, 4> other[QUADS];
     float value[QUADS][4], total = 0, square = 0;
 #pragma unroll
     for (int q = 0; q < QUADS; q++) {
@@ -67,8 +68,8 @@ __global__ void layernorm_forward_kernel(float *sum, Real *out, float *mean, flo
 #pragma unroll
     for (int q = 0; q < QUADS; q++) { /* asked for before the row's sums are waited for */
         int c = channel + q * 128;
-        w[q] = raw_load<Real, 4>(weight + c, within<QUADS>(q, c, C));
-        b[q] = raw_load<Real, 4>(bias + c, within<QUADS>(q, c, C));
+        w[q] = raw_load<float, 4>(weight + c, within<QUADS>(q, c, C));
+        b[q] = raw_load<float, 4>(bias + c, within<QUADS>(q, c, C));
     }
 #pragma unroll
     for (int q = 0; q < QUADS; q++) {
@@ -103,7 +104,7 @@ __global__ void layernorm_forward_kernel(float *sum, Real *out, float *mean, flo
 /* The same for any C and alignment: a block a row. */
 template <typename Real, bool RESIDUAL>
 __global__ void layernorm_forward_general_kernel(float *sum, Real *out, float *mean, float *rstd, const float *x,
-                                                 const Real *y, const Real *weight, const Real *bias, int64_t C)
+                                                 const Real *y, const float *weight, const float *bias, int64_t C)
 {
     SHARED(float, room, 32);
     int64_t row = blockIdx.x;
@@ -121,7 +122,7 @@ __global__ void layernorm_forward_general_kernel(float *sum, Real *out, float *m
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) square += (in[c] - m) * (in[c] - m);
     float s = 1.0f / sqrtf(block_sum(square, room) / (float)C + EPSILON);
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x)
-        out[row * C + c] = from_float<Real>((in[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
+        out[row * C + c] = from_float<Real>((in[c] - m) * s * weight[c] + bias[c]);
     if (threadIdx.x == 0) {
         mean[row] = m;
         rstd[row] = s;
@@ -132,13 +133,13 @@ __global__ void layernorm_forward_general_kernel(float *sum, Real *out, float *m
 static int quads_for(int64_t C, int64_t lanes) { return (int)((C + 4 * lanes - 1) / (4 * lanes)); }
 
 template <typename Real, bool RESIDUAL>
-static void forward(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y, const Real *weight,
-                    const Real *bias, int64_t N, int64_t C, Stream *stream)
+static void forward(float *sum, Real *out, float *mean, float *rstd, const float *x, const Real *y, const float *weight,
+                    const float *bias, int64_t N, int64_t C, Stream *stream)
 {
     int quads = quads_for(C, 32);
     unsigned grid = blocks_for(N, FORWARD_WARPS);
-    if (!quads_fit<Real>(C, (uintptr_t)sum | (uintptr_t)x,
-                         (uintptr_t)out | (uintptr_t)y | (uintptr_t)weight | (uintptr_t)bias))
+    if (!quads_fit<Real>(C, (uintptr_t)sum | (uintptr_t)x | (uintptr_t)weight | (uintptr_t)bias,
+                         (uintptr_t)out | (uintptr_t)y))
         quads = QUADS_MOST_FORWARD + 1;
 #define FORWARD(Q)                                                                                                          \
     if (quads <= Q) {                                                                                                       \
@@ -161,18 +162,17 @@ static void forward(float *sum, Real *out, float *mean, float *rstd, const float
 }
 
 template <typename Real>
-void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const void *weight, const void *bias,
+void layernorm_forward_cuda(void *out, float *mean, float *rstd, const float *x, const float *weight, const float *bias,
                             int64_t N, int64_t C, Stream *stream)
 {
-    forward<Real, false>(NULL, (Real *)out, mean, rstd, x, NULL, (const Real *)weight, (const Real *)bias, N, C, stream);
+    forward<Real, false>(NULL, (Real *)out, mean, rstd, x, NULL, weight, bias, N, C, stream);
 }
 
 template <typename Real>
 void residual_layernorm_forward_cuda(float *sum, void *out, float *mean, float *rstd, const float *x, const void *y,
-                                     const void *weight, const void *bias, int64_t N, int64_t C, Stream *stream)
+                                     const float *weight, const float *bias, int64_t N, int64_t C, Stream *stream)
 {
-    forward<Real, true>(sum, (Real *)out, mean, rstd, x, (const Real *)y, (const Real *)weight, (const Real *)bias, N, C,
-                        stream);
+    forward<Real, true>(sum, (Real *)out, mean, rstd, x, (const Real *)y, weight, bias, N, C, stream);
 }
 
 /* --- backward ---------------------------------------------------------------------------------------------------------- */
@@ -189,7 +189,7 @@ struct NormBackward {
     const float *dresid; /* (N,C) or NULL */
     const Real *dout;    /* (N,C) */
     const float *x;      /* (N,C) */
-    const Real *weight;  /* (C) */
+    const float *weight; /* (C) */
     const float *mean, *rstd; /* (N) */
     int64_t N;
     int C;
@@ -215,7 +215,7 @@ layernorm_backward_kernel(float *partial, const NormBackward<Real> a)
     for (int q = 0; q < QUADS; q++)
 #pragma unroll
         for (int i = 0; i < 4; i++) dw[q].v[i] = db[q].v[i] = 0;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) weights[c] = to_float(a.weight[c]);
+    for (int c = threadIdx.x; c < C; c += blockDim.x) weights[c] = a.weight[c];
     __syncthreads();
 
     const float inverse = 1.0f / (float)C;
@@ -326,14 +326,14 @@ __global__ void layernorm_backward_general_kernel(const NormBackward<Real> a)
     const int64_t C = a.C, at = blockIdx.x * C;
     float m = a.mean[blockIdx.x], s = a.rstd[blockIdx.x], sum_g = 0, sum_gn = 0;
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        float g = to_float(a.dout[at + c]) * to_float(a.weight[c]);
+        float g = to_float(a.dout[at + c]) * a.weight[c];
         sum_g += g;
         sum_gn += g * (a.x[at + c] - m) * s;
     }
     sum_g = block_sum(sum_g, room) / (float)C;
     sum_gn = block_sum(sum_gn, room) / (float)C;
     for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        float g = to_float(a.dout[at + c]) * to_float(a.weight[c]), norm = (a.x[at + c] - m) * s;
+        float g = to_float(a.dout[at + c]) * a.weight[c], norm = (a.x[at + c] - m) * s;
         float value = (a.dresid ? a.dresid[at + c] : 0.0f) + s * (g - sum_g - norm * sum_gn);
         a.dx[at + c] = value;
         if (sizeof(Real) < sizeof(float) && a.rounded) a.rounded[at + c] = from_float<Real>(value);
@@ -435,11 +435,10 @@ static unsigned backward_registers(float *partial, const NormBackward<Real> &a, 
 
 template <typename Real>
 void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *dbias, void *scratch, const float *dresid,
-                             const void *dout, const float *x, const void *weight, const float *mean, const float *rstd,
+                             const void *dout, const float *x, const float *weight, const float *mean, const float *rstd,
                              int64_t N, int64_t C, Stream *stream)
 {
-    const NormBackward<Real> a = {dx,   (Real *)rounded, dresid, (const Real *)dout, x, (const Real *)weight,
-                                  mean, rstd,            N,      (int)C};
+    const NormBackward<Real> a = {dx, (Real *)rounded, dresid, (const Real *)dout, x, weight, mean, rstd, N, (int)C};
     float *partial = (float *)scratch;
     if (N < 1) return;
     unsigned blocks = backward_registers<Real>(partial, a, stream);
@@ -453,12 +452,12 @@ void layernorm_backward_cuda(float *dx, void *rounded, float *dweight, float *db
 }
 
 #define INSTANTIATE(Real)                                                                                                   \
-    template void layernorm_forward_cuda<Real>(void *, float *, float *, const float *, const void *, const void *, int64_t,\
-                                               int64_t, Stream *);                                                          \
+    template void layernorm_forward_cuda<Real>(void *, float *, float *, const float *, const float *, const float *,       \
+                                               int64_t, int64_t, Stream *);                                                 \
     template void residual_layernorm_forward_cuda<Real>(float *, void *, float *, float *, const float *, const void *,     \
-                                                        const void *, const void *, int64_t, int64_t, Stream *);            \
+                                                        const float *, const float *, int64_t, int64_t, Stream *);          \
     template void layernorm_backward_cuda<Real>(float *, void *, float *, float *, void *, const float *, const void *,     \
-                                                const float *, const void *, const float *, const float *, int64_t,         \
+                                                const float *, const float *, const float *, const float *, int64_t,        \
                                                 int64_t, Stream *);
 INSTANTIATE(float)
 INSTANTIATE(__nv_bfloat16)

@@ -38,7 +38,7 @@ static uint64_t seed = 1;
 /* One tensor in three places: the host, the CPU backend's memory (fp32), the GPU's (real, or fp32 where it says so). */
 typedef struct Tensor {
     int64_t n;
-    int fp32;      /* the residual stream, statistics and gradients */
+    int fp32;      /* the residual stream, statistics, gradients, parameters of norms and embeddings */
     int coarse;    /* fp32, but computed by bf16 products: keeps the bf16 bound of sums only */
     double terms;  /* size of the numbers it is summed from, where that is more than its own */
     float *start;  /* (n) what both begin with */
@@ -220,7 +220,7 @@ static void test_layernorm(int64_t N, int64_t C)
 {
     TEST("%s layernorm N%lld C%lld", gpu->name, (long long)N, (long long)C);
     Tensor x = tensor_new(N * C, 1, RANDOM, 2), y = tensor_new(N * C, 0, RANDOM, 2);
-    Tensor w = tensor_new(C, 0, RANDOM, 1), b = tensor_new(C, 0, RANDOM, 1);
+    Tensor w = tensor_new(C, 1, RANDOM, 1), b = tensor_new(C, 1, RANDOM, 1);
     Tensor sum = tensor_new(N * C, 1, NOTHING, 0), out = tensor_new(N * C, 0, NOTHING, 0);
     Tensor mean = tensor_new(N, 1, NOTHING, 0), rstd = tensor_new(N, 1, NOTHING, 0);
     Output forward[] = {{&out, "out"}, {&mean, "mean"}, {&rstd, "rstd"}};
@@ -290,7 +290,7 @@ static void test_embedding(int64_t B, int64_t T, int64_t C, int64_t V)
     for (int64_t i = 0; i < N; i++) tokens[i] = i % 3 ? (int32_t)(random_u64(&seed) % (uint64_t)V) : (int32_t)V - 1;
     embedding_plan(plan, tokens, N);
     int32_t *gpu_tokens = integers_new(tokens, N), *gpu_plan = integers_new(plan, embedding_plan_size(N));
-    Tensor wte = tensor_new(V * C, 0, RANDOM, 1), wpe = tensor_new(T * C, 0, RANDOM, 1);
+    Tensor wte = tensor_new(V * C, 1, RANDOM, 1), wpe = tensor_new(T * C, 1, RANDOM, 1);
     Tensor dwte = tensor_new(V * C, 1, RANDOM, 1), dwpe = tensor_new(T * C, 1, RANDOM, 1);
     Tensor out = tensor_new(N * C, 1, NOTHING, 0), dout = tensor_new(N * C, 1, RANDOM, 1);
     void *scratch = scratch_new(gpu->embedding_scratch(N, C));

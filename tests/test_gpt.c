@@ -96,7 +96,7 @@ static size_t greedy_embedding_scratch(int64_t N, int64_t C)
 static size_t greedy_norm_scratch(int64_t n) { return backend_cpu_fp32.norm_scratch(n) + EXTRA_SCRATCH; }
 
 static void greedy_layernorm_backward(float *dx, void *rounded, float *dweight, float *dbias, void *scratch,
-                                      const float *dresid, const void *dout, const float *x, const void *weight,
+                                      const float *dresid, const void *dout, const float *x, const float *weight,
                                       const float *mean, const float *rstd, int64_t N, int64_t C, Stream *queue)
 {
     memset(scratch, 0xFF, greedy_layernorm_scratch(N, C));
