@@ -22,6 +22,7 @@
 #include "layers/cpu.h"
 #include "layers/gpt.h"
 #include "trainer/display.h"
+#include "trainer/evaluate.h"
 #include "trainer/export.h"
 #include "trainer/generate.h"
 #include "trainer/inference.h"
@@ -53,7 +54,8 @@ typedef struct Trainer {
     Loader *loader;
     Tokenizer *tokenizer;               /* the data's, else that of the model that the run starts from; NULL where neither has one */
     int32_t end_of_text;                /* of the model that the run starts from, -1 where it is not known */
-    int64_t eval_windows, eval_total;   /* windows of an evaluation; windows there are */
+    int64_t eval_windows;               /* of an evaluation */
+    HellaSwag questions;                /* none: no examples */
     double entropy_rate;                /* of the corpus, nats a token; NaN where it is not known */
 
     uint64_t data_fingerprint;          /* of the training shards */
@@ -126,28 +128,6 @@ static int setup_start(Trainer *t)
     return 0;
 }
 
-/* A model goes on with the tokens that it was trained with. Fails where the data's are others: the tokenizer beside the model says so,
- * or, where there is none, a vocabulary that is larger by more than padding. */
-static int check_tokenizer(Trainer *t, const ModelInfo *info, const Tokenizer *own)
-{
-    enum { PADDING = 128 };
-    int64_t found = tokenizer_vocab(t->tokenizer), vocab = info->config.vocab;
-    if (!own) {
-        if (vocab < found + PADDING || options_given(&t->given, "vocab")) return 0;
-        return error_set(&t->error, "--data %s: its tokenizer has %lld tokens, the model of %s %lld: they do not belong together (--vocab %lld says "
-                         "that they do)", t->options.data, (long long)found, t->start_path, (long long)vocab, (long long)vocab);
-    }
-    for (int64_t token = 0; token < found; token++) {
-        size_t length, own_length;
-        const char *bytes = tokenizer_decode(t->tokenizer, (int32_t)token, &length);
-        const char *own_bytes = tokenizer_decode(own, (int32_t)token, &own_length);
-        if (token >= tokenizer_vocab(own) || length != own_length || memcmp(bytes, own_bytes, length))
-            return error_set(&t->error, "--data %s: its tokenizer of %lld tokens is not that of %s, which has %lld: they differ in token %lld", t->options.data,
-                             (long long)found, t->start_path, (long long)tokenizer_vocab(own), (long long)token);
-    }
-    return 0;
-}
-
 /* Finds the run's tokenizer, and holds that of the data against the model that the run starts from. Returns 0 or an exit status. */
 static int setup_tokenizer(Trainer *t, const ModelInfo *info)
 {
@@ -161,7 +141,11 @@ static int setup_tokenizer(Trainer *t, const ModelInfo *info)
         t->tokenizer = own;
         return 0;
     }
-    int differs = *t->start_path && !t->resumed && check_tokenizer(t, info, own);
+    char remedy[64];
+    snprintf(remedy, sizeof remedy, "--vocab %lld says that they do", (long long)info->config.vocab);
+    int differs = *t->start_path && !t->resumed &&
+                  tokenizer_check(t->tokenizer, t->options.data, own, t->start_path, info->config.vocab,
+                                  options_given(&t->given, "vocab") ? NULL : remedy, &t->error);
     tokenizer_close(own);
     return differs ? EXIT_OPTION : 0;
 }
@@ -294,9 +278,10 @@ static int setup_data(Trainer *t)
         status = setup_shards(t, &t->val_shards, o->val, "val");
         if (status) return status;
         int64_t wanted = (o->eval_tokens + o->seq - 1) / o->seq;
-        t->eval_total = shards_windows(&t->val_shards, o->seq);
-        t->eval_windows = wanted < t->eval_total ? wanted : t->eval_total;
+        int64_t there = shards_windows(&t->val_shards, o->seq);
+        t->eval_windows = wanted < there ? wanted : there;
     }
+    if (*o->hellaswag && hellaswag_open(&t->questions, o->hellaswag, o->vocab, o->seq, &t->error)) return EXIT_MACHINE;
     t->data_fingerprint = shards_fingerprint(&t->train_shards);
     t->entropy_rate = corpus_entropy(o->data);
     report_floor(t->report, t->entropy_rate);
@@ -423,31 +408,12 @@ static int diverged(Trainer *t, int64_t step, const char *what)
 /* Mean loss over eval_windows windows spread evenly over the validation set, whatever the batch. */
 static int evaluate(Trainer *t)
 {
-    const int64_t T = t->options.seq, B = t->options.batch, n = t->eval_windows;
-    int32_t *window = (int32_t *)malloc((size_t)(T + 1) * sizeof(int32_t));
-    int32_t *rows = (int32_t *)malloc((size_t)(2 * B * T) * sizeof(int32_t)), *targets = rows + B * T;
-    Progress progress = progress_begin("evaluating");
-    double sum = 0;
-    int status = window && rows ? 0 : error_set(&t->error, "not enough memory for an evaluation batch");
-    for (int64_t done = 0; done < n && !status && !process_stop;) {
-        int64_t count = n - done < B ? n - done : B;
-        for (int64_t b = 0; b < count && !status; b++) {
-            int64_t i = done + b, index = i * (t->eval_total / n) + i * (t->eval_total % n) / n; /* floor(i*total/n), no overflow */
-            status = shards_window(&t->val_shards, index, T, NULL, t->config.vocab, window, &t->error);
-            memcpy(rows + b * T, window, (size_t)T * sizeof(int32_t));
-            memcpy(targets + b * T, window + 1, (size_t)T * sizeof(int32_t));
-        }
-        if (!status) sum += gpt_loss(t->gpt, rows, targets, count, T);
-        done += count;
-        progress_show(&progress, done, n);
-    }
-    progress_end(&progress);
-    free(window);
-    free(rows);
-    if (status) return status;
+    ValidationLoss loss;
+    if (evaluate_shards(t->gpt, &t->val_shards, t->options.batch, t->options.seq, t->eval_windows, &loss, &t->error))
+        return -1;
     if (process_stop) return 0; /* nobody waits for the rest of it */
-    if (!isfinite(sum)) return diverged(t, t->state.step, "the validation loss is not finite");
-    t->state.validation_loss = sum / (double)(n * T);
+    if (!isfinite(loss.sum)) return diverged(t, t->state.step, "the validation loss is not finite");
+    t->state.validation_loss = loss.sum / (double)loss.tokens;
     curve_add(&t->val_curve, t->state.step, t->state.validation_loss);
     printf("step %6lld/%lld  validation loss %.4f", (long long)t->state.step, (long long)t->options.steps, t->state.validation_loss);
     if (isfinite(t->entropy_rate))
@@ -455,6 +421,20 @@ static int evaluate(Trainer *t)
     printf("\n");
     fflush(stdout);
     return run_log(&t->run, &t->error, "{\"step\": %lld, \"val_loss\": %.17g}", (long long)t->state.step, t->state.validation_loss);
+}
+
+/* How many examples of HellaSwag the model finds the right ending of. */
+static int score(Trainer *t)
+{
+    HellaSwagScore found;
+    if (evaluate_hellaswag(t->gpt, &t->questions, t->options.batch, &found, &t->error)) return -1;
+    if (process_stop) return 0;
+    double accuracy = (double)found.by_mean / (double)found.examples;
+    printf("step %6lld/%lld  hellaswag %.4f: %lld of %lld\n", (long long)t->state.step, (long long)t->options.steps, accuracy,
+           (long long)found.by_mean, (long long)found.examples);
+    fflush(stdout);
+    return run_log(&t->run, &t->error, "{\"step\": %lld, \"hellaswag\": %.17g, \"hellaswag_examples\": %lld}",
+                   (long long)t->state.step, accuracy, (long long)found.examples);
 }
 
 /* Draws a sample, which depends on the seed, the step and the weights alone, and prints and logs it. */
@@ -643,6 +623,7 @@ static int train(Trainer *t)
             updates = 0;
         }
         if (is_due(t, o->eval_every) && ranged("evaluate", evaluate, t)) return -1;
+        if (t->questions.example_count && is_due(t, o->hellaswag_every) && ranged("hellaswag", score, t)) return -1;
         if (is_due(t, o->save_every) && ranged("save", save, t)) return -1;
         if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && ranged("sample", sample, t))
             return -1;
@@ -677,6 +658,7 @@ static void trainer_free(Trainer *t)
     loader_close(t->loader);
     shards_close(&t->train_shards);
     shards_close(&t->val_shards);
+    hellaswag_close(&t->questions);
     tokenizer_close(t->tokenizer);
     gpt_free(t->gpt);
     if (t->stream) t->backend->close(t->stream);
@@ -688,6 +670,7 @@ static void trainer_free(Trainer *t)
 
 /* What train_gpt does besides training, by its first argument; each takes what follows and returns the exit status. */
 static const struct { const char *name; int (*run)(int argc, char **argv, Error *error); } COMMANDS[] = {
+    {"evaluate", evaluate_run},
     {"export", export_run},
     {"generate", generate_run},
     {"inspect", inspect_run},

@@ -282,21 +282,24 @@ int shards_check_tokens(const ShardSet *set, int64_t vocab, Error *error)
     return 0;
 }
 
-int shards_window(const ShardSet *set, int64_t index, int64_t T, const int64_t *shift, int64_t vocab, int32_t *out,
-                  Error *error)
+int shard_read(const Shard *shard, int64_t first, int64_t count, int64_t vocab, int32_t *out, Error *error)
 {
-    size_t s = 0;
-    for (int64_t windows; index >= (windows = shard_windows(&set->shards[s], T)); s++) index -= windows;
-    const Shard *shard = &set->shards[s];
-    int64_t first = index * T + (shift ? shift[s] : 0);
     /* out is int32: a larger vocabulary than that cannot be meant. */
     int64_t limit = vocab < INT32_MAX ? vocab : INT32_MAX;
-    for (int64_t i = 0; i <= T; i++) {
+    for (int64_t i = 0; i < count; i++) {
         uint32_t token = shard_token(shard, first + i);
         if ((int64_t)token >= limit) return token_fault(shard, first + i, vocab, error);
         out[i] = (int32_t)token;
     }
     return 0;
+}
+
+int shards_window(const ShardSet *set, int64_t index, int64_t T, const int64_t *shift, int64_t vocab, int32_t *out,
+                  Error *error)
+{
+    size_t s = 0;
+    for (int64_t windows; index >= (windows = shard_windows(&set->shards[s], T)); s++) index -= windows;
+    return shard_read(&set->shards[s], index * T + (shift ? shift[s] : 0), T + 1, vocab, out, error);
 }
 
 uint64_t shards_fingerprint(const ShardSet *set)

@@ -52,6 +52,10 @@ int shards_find(const char *directory, const char *part, char *out, size_t size,
 /* Token i of a shard, 0 <= i < count, not checked. */
 uint32_t shard_token(const Shard *shard, int64_t i);
 
+/* Copies tokens first..first+count-1 of a shard, which must be there, to out (count). Fails on a token >= vocab with file,
+ * position, token and vocab. Returns 0 or -1. */
+int shard_read(const Shard *shard, int64_t first, int64_t count, int64_t vocab, int32_t *out, Error *error);
+
 /* Reads the whole set on all cores and fails on the first token >= vocab (file, position, token, vocab). */
 int shards_check_tokens(const ShardSet *set, int64_t vocab, Error *error);
 

@@ -88,6 +88,41 @@ int inference_load(Inference *inference, const GptOptions *options, Error *error
     return 0;
 }
 
+int tokenizer_check(const Tokenizer *data, const char *directory, const Tokenizer *own, const char *model, int64_t vocab,
+                    const char *remedy, Error *error)
+{
+    enum { PADDING = 128 };
+    int64_t found = tokenizer_vocab(data);
+    if (!own) {
+        if (vocab < found + PADDING || !remedy) return 0;
+        return error_set(error, "--data %s: its tokenizer has %lld tokens, the model of %s %lld: they do not belong "
+                         "together (%s)", directory, (long long)found, model, (long long)vocab, remedy);
+    }
+    for (int64_t token = 0; token < found; token++) {
+        size_t length, own_length;
+        const char *bytes = tokenizer_decode(data, (int32_t)token, &length);
+        const char *own_bytes = tokenizer_decode(own, (int32_t)token, &own_length);
+        if (token >= tokenizer_vocab(own) || length != own_length || memcmp(bytes, own_bytes, length))
+            return error_set(error, "--data %s: its tokenizer of %lld tokens is not that of %s, which has %lld: they differ "
+                             "in token %lld", directory, (long long)found, model, (long long)tokenizer_vocab(own),
+                             (long long)token);
+    }
+    return 0;
+}
+
+int inference_check_data(const Inference *inference, const char *directory, Error *error)
+{
+    char path[FILES_PATH];
+    if (files_join(path, directory, "tokenizer.bin", error)) return -1;
+    if (!files_is_regular(path)) return 0;
+    Tokenizer *data = tokenizer_open(path, error);
+    if (!data) return -1;
+    int differs = tokenizer_check(data, directory, inference->tokenizer, inference->path, inference->info.config.vocab,
+                                  "--val GLOB takes the shards alone", error);
+    tokenizer_close(data);
+    return differs;
+}
+
 void inference_close(Inference *inference)
 {
     gpt_free(inference->gpt);

@@ -45,6 +45,15 @@ int inference_place(Inference *inference, const DeviceChoice *choice, const GptO
 /* Makes the model there and fills it. Returns 0 or the exit status. */
 int inference_load(Inference *inference, const GptOptions *options, Error *error);
 
+/* A model knows the tokens that it was trained with: fails, with a sentence, where those of the data (directory) are others.
+ * The tokenizer beside the model (own) says so, or, where there is none (NULL), a vocabulary that is larger by more than
+ * padding; `remedy` then ends the sentence with what would let it pass, NULL: it passes. Returns 0 or -1. */
+int tokenizer_check(const Tokenizer *data, const char *directory, const Tokenizer *own, const char *model, int64_t vocab,
+                    const char *remedy, Error *error);
+
+/* Holds the tokenizer.bin of a data directory, where there is one, against a found model. Returns 0 or -1. */
+int inference_check_data(const Inference *inference, const char *directory, Error *error);
+
 void inference_close(Inference *inference);
 
 #ifdef __cplusplus

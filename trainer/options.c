@@ -59,6 +59,10 @@ static const OptionRow TABLE[] = {
      "validation loss every N updates, and at both ends; 0: never"},
     {"eval-tokens", OPTION_COUNT, FIELD(eval_tokens), "65536", 1, COUNT_MOST, "N", MAY_CHANGE,
      "tokens of an evaluation, spread over the validation shards; the same whatever the batch"},
+    {"hellaswag", OPTION_TEXT, FIELD(hellaswag), "", 0, 0, "FILE", MAY_CHANGE,
+     "questions with several endings, in llm.c's evaluation format (dev/hellaswag.py): how often is the right one likeliest?"},
+    {"hellaswag-every", OPTION_COUNT, FIELD(hellaswag_every), "1000", 0, COUNT_MOST, "N", MAY_CHANGE,
+     "ask these questions every N updates, and at the end; 0: never"},
     {"sample-every", OPTION_COUNT, FIELD(sample_every), "0", 0, COUNT_MOST, "N", MAY_CHANGE,
      "print a sample every N updates, and at the end; 0: never"},
     {"sample-tokens", OPTION_COUNT, FIELD(sample_tokens), "128", 1, 1e9, "N", MAY_CHANGE, "tokens of a sample"},
@@ -123,6 +127,7 @@ int options_given(const OptionsGiven *given, const char *name)
 void options_help(void)
 {
     printf("usage: train_gpt --data DIR [options]\n"
+           "       train_gpt evaluate --init PATH --data DIR   (evaluate --help)\n"
            "       train_gpt export --to FORMAT FROM OUT   (export --help)\n"
            "       train_gpt generate --init PATH --prompt TEXT   (generate --help)\n"
            "       train_gpt inspect SHARD...   (inspect --help)\n\n"

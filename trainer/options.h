@@ -31,6 +31,8 @@ typedef struct Options {
     double lr_final; /* negative until options_resolve_batch */
     double weight_decay, beta1, beta2, eps, clip;
     int64_t eval_every, eval_tokens;
+    const char *hellaswag;
+    int64_t hellaswag_every;
     int64_t sample_every, sample_tokens;
     const char *prompt;
     double temperature;
