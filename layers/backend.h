@@ -6,11 +6,11 @@
  *
  * Types: "real" is the backend's dtype (fp32 or bf16) and travels as void *. Statistics, losses and parameter gradients are
  * fp32 always, and so is the residual stream, forward and backward: it is a sum over all layers, whose small terms a bf16
- * total would round away. So are parameters that no product reads, those of the embeddings and the norms: a norm's weight
- * is near 1, where bf16 moves in steps of 2^-8, a dozen updates of the usual size. What is real is what products read and
- * write. All pointers lie in memory from alloc() unless said to be host. Sizes are int64_t and may be 0. Letters: B
- * sequences, T tokens each, N = B*T rows, C channels, OC output channels, V tokens in the vocabulary, Vp = V padded up with
- * rows that exist only in memory.
+ * total would round away. So are the parameters that embeddings and norms read: a norm's weight is near 1, where bf16 moves
+ * in steps of 2^-8 or more, a dozen updates of the usual size. What is real is what products read and write. All pointers
+ * lie in memory from alloc() unless said to be host. Sizes are int64_t and may be 0. Letters: B sequences, T tokens each,
+ * N = B*T rows, C channels, OC output channels, V tokens in the vocabulary, Vp = V padded up with rows that exist only in
+ * memory.
  * Arguments come in this order: outputs, saved, inputs, sizes, stream. "=" below overwrites, "+=" accumulates.
  *
  * Operations are queued on the stream and do not fail on valid sizes; a device fault ends the process with file, line and

@@ -5,8 +5,9 @@
  * kernel and way to recompute; batches smaller than planned; a vocabulary whose padding must not show. And the GPU model
  * must agree with itself: recordings change no bit, and neither does a second run.
  *
- * Parameters are drawn wide, so that nothing works in its linear regime, and rounded to bf16 first, so that both dtypes
- * start from what they can hold. Runs on a GPU and, built with SIMT=1, under the emulation of tests/simt at small shapes.
+ * Parameters are drawn wide, so that nothing works in its linear regime, and those that products read are rounded to bf16
+ * first, so that both dtypes start from what they can hold. Runs on a GPU and, built with SIMT=1, under the emulation of
+ * tests/simt at small shapes.
  */
 #include <math.h>
 #include <stdio.h>
@@ -111,9 +112,16 @@ static float *read_tensor(const Gpt *gpt, GptBuffer buffer, size_t i)
     return values;
 }
 
-/* The same parameters for every model of a configuration: around 0, norms around 1; all bf16 values. The deviation is
- * 0.15, and less where rows are wide, lest every product enlarges the errors of the one before; of the projections into the
- * residual stream `branch` times that. */
+/* Is this kind of parameter fp32 in a bf16 model too, and read by no product? (wte has both readers.) */
+static int is_exact(GptKind kind)
+{
+    return kind == GPT_WPE || kind == GPT_LN1_W || kind == GPT_LN1_B || kind == GPT_LN2_W || kind == GPT_LN2_B ||
+           kind == GPT_LNF_W || kind == GPT_LNF_B;
+}
+
+/* The same parameters for every model of a configuration: around 0, norms around 1; bf16 values where products read them.
+ * The deviation is 0.15, and less where rows are wide, lest every product enlarges the errors of the one before; of the
+ * projections into the residual stream `branch` times that. */
 static void init_branches(Gpt *gpt, double branch)
 {
     uint64_t seed = 77;
@@ -125,9 +133,11 @@ static void init_branches(Gpt *gpt, double branch)
         int projection = kind == GPT_PROJ_W || kind == GPT_PROJ_B || kind == GPT_FCPROJ_W || kind == GPT_FCPROJ_B;
         double width = projection ? branch * spread : spread;
         float *values = malloc((size_t)tensor_size(gpt, i) * sizeof *values);
-        for (int64_t e = 0; e < tensor_size(gpt, i); e++)
-            values[e] = bf16_round((float)(one + width * (random_uniform(&seed) + random_uniform(&seed) +
-                                                           random_uniform(&seed) + random_uniform(&seed) - 2)));
+        for (int64_t e = 0; e < tensor_size(gpt, i); e++) {
+            double sum = random_uniform(&seed) + random_uniform(&seed) + random_uniform(&seed) + random_uniform(&seed);
+            values[e] = (float)(one + width * (sum - 2));
+            if (!is_exact(kind)) values[e] = bf16_round(values[e]);
+        }
         gpt_write(gpt, GPT_PARAMETERS, i, 0, tensor->rows, values);
         free(values);
     }
@@ -308,6 +318,48 @@ static void test_inference(GptConfig config, int64_t T)
     free(expected);
 }
 
+/* Steps that bf16 cannot see, as AdamW makes them, in one tensor at a time: in a bf16 model too they change the loss where
+ * norms and embeddings read them, and only there. What was written is read back to the last bit, but from matrices of bf16
+ * inference, which are kept in bf16 alone. */
+static void test_fine_steps(GptConfig config, int trains)
+{
+    TEST("%s: steps too small for bf16 in each kind of parameter, %s", device->name, trains ? "training" : "inference");
+    int64_t B = 2, T = config.context;
+    GptOptions options = {.batch = B, .sequence = T, .training = trains};
+    Gpt *gpt = create_device(config, options, "auto");
+    int32_t *tokens = make_tokens(B * T, config.vocab, 0, 12);
+    init_wide(gpt);
+    for (size_t i = 0; i < gpt_tensor_count(gpt); i++) { /* first, all of them are bf16 values */
+        float *values = read_tensor(gpt, GPT_PARAMETERS, i);
+        for (int64_t e = 0; e < tensor_size(gpt, i); e++) values[e] = bf16_round(values[e]);
+        gpt_write(gpt, GPT_PARAMETERS, i, 0, gpt_tensor(gpt, i)->rows, values);
+        free(values);
+    }
+    double before = gpt_loss(gpt, tokens, tokens, B, T);
+    for (size_t i = 0; i < gpt_tensor_count(gpt); i++) {
+        const GptTensor *tensor = gpt_tensor(gpt, i);
+        int64_t n = tensor_size(gpt, i);
+        int product_matrix = tensor->rows > 1 && tensor->kind != GPT_WTE && tensor->kind != GPT_WPE;
+        int kept = device->dtype == DTYPE_FP32 || trains || !product_matrix;
+        int seen = device->dtype == DTYPE_FP32 || tensor->kind == GPT_WTE || is_exact(tensor->kind);
+        float *values = read_tensor(gpt, GPT_PARAMETERS, i), *fine = malloc((size_t)n * sizeof *fine);
+        for (int64_t e = 0; e < n; e++) fine[e] = values[e] * (1 + 0x1p-10f);
+        gpt_write(gpt, GPT_PARAMETERS, i, 0, tensor->rows, fine);
+        double after = gpt_loss(gpt, tokens, tokens, B, T);
+        CHECK((after != before) == seen, "a step in %s made the loss %.17g of %.17g", tensor->name, after, before);
+        float *got = read_tensor(gpt, GPT_PARAMETERS, i);
+        CHECK(!memcmp(got, kept ? fine : values, (size_t)n * sizeof *got), "%s is read back otherwise", tensor->name);
+        gpt_write(gpt, GPT_PARAMETERS, i, 0, tensor->rows, values);
+        free(values);
+        free(fine);
+        free(got);
+    }
+    double again = gpt_loss(gpt, tokens, tokens, B, T);
+    CHECK(again == before, "with the steps taken back the loss is %.17g, was %.17g", again, before);
+    gpt_free(gpt);
+    free(tokens);
+}
+
 /* --- updates -------------------------------------------------------------------------------------------------------- */
 
 enum { UPDATES = 3, MICRO_STEPS = 2 };
@@ -474,6 +526,8 @@ static void test_backend(void)
         if (table[k]->device == ATTENTION_CUDA) test_attention_kernel(table[k]);
     test_inference(odd, 24);
     test_inference(full, 24);
+    test_fine_steps(odd, 1);
+    test_fine_steps(odd, 0);
     test_deep(device->dtype);
     test_overfit();
     test_memory();
