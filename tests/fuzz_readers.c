@@ -1,4 +1,4 @@
-/* fuzz_readers.c - damaged files for every reader: shards, safetensors, JSON, tokenizers, models of llm.c.
+/* fuzz_readers.c - damaged files for every reader: shards, safetensors, JSON, tokenizers, models of llm.c, HellaSwag.
  *
  *     fuzz_readers [SECONDS [SEED [FILE]]]       default: 2 seconds, seed 1, a file in memory
  *
@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include "data/files.h"
+#include "data/hellaswag.h"
 #include "data/json.h"
 #include "data/llmc.h"
 #include "data/random.h"
@@ -182,6 +183,37 @@ static int read_llmc(Fuzzer *fuzzer, const Sample *sample)
     return 1;
 }
 
+static int read_hellaswag(Fuzzer *fuzzer, const Sample *sample)
+{
+    (void)sample;
+    static const int64_t vocabularies[] = {40, 257, 65536}, windows[] = {12, 30, 1 << 20};
+    Error error = {""};
+    HellaSwag set;
+    int64_t vocab = vocabularies[below(fuzzer, 3)], window = windows[below(fuzzer, 3)], rows = 0;
+    if (hellaswag_open(&set, fuzzer->path, vocab, window, &error)) return refused(&error, "hellaswag");
+    for (int64_t e = 0; e < set.example_count; e++) {
+        const HellaSwagExample *example = &set.examples[e];
+        if (example->first != rows || example->count < 2 || example->label < 0 || example->label >= example->count)
+            fault("hellaswag: example %lld has the rows %lld and %lld more, the label %lld", (long long)e,
+                  (long long)example->first, (long long)example->count, (long long)example->label);
+        rows += example->count;
+    }
+    if (rows != set.row_count) fault("hellaswag: %lld rows of %lld", (long long)rows, (long long)set.row_count);
+    for (int64_t i = 0; i < rows; i++) {
+        const HellaSwagRow *row = &set.rows[i];
+        int64_t count = row->context_count + row->ending_count;
+        if (row->context_count < 1 || row->ending_count < 1 || count > window + 1)
+            fault("hellaswag: a context of %lld and an ending of %lld", (long long)row->context_count,
+                  (long long)row->ending_count);
+        for (int64_t t = 0; t < count; t++) {
+            uint16_t token = t < row->context_count ? row->context[t] : row->ending[t - row->context_count];
+            if (token >= vocab) fault("hellaswag: token %d of %lld", token, (long long)vocab);
+        }
+    }
+    hellaswag_close(&set);
+    return 1;
+}
+
 /* Visits every value; gives the number of them. */
 static size_t walk_json(Fuzzer *fuzzer, const JsonValue *value, int depth)
 {
@@ -268,6 +300,33 @@ static void make_shards(Target *target, Fuzzer *fuzzer)
         new_seed(target, data, 1024 + (size_t)(forms[f].count * forms[f].width));
     }
     new_seed(target, data + 1000, 600);
+}
+
+static void make_hellaswag(Target *target, Fuzzer *fuzzer)
+{
+    for (int count = 1; count < 6; count += 2) {
+        uint8_t data[8192] = {0};
+        uint16_t words[3000];
+        size_t at = 0, longest = 0;
+        for (int e = 0; e < count; e++) {
+            size_t start = at;
+            uint16_t endings = (uint16_t)(2 + below(fuzzer, 3)), begin[5] = {65535, 0, (uint16_t)e, 0, endings};
+            begin[3] = (uint16_t)below(fuzzer, endings);
+            memcpy(words + at, begin, sizeof begin);
+            at += 5;
+            for (int part = 0; part <= endings; part++) {
+                words[at] = (uint16_t)(1 + below(fuzzer, 6));
+                for (int t = 0; t < words[at]; t++) words[at + 1 + (size_t)t] = (uint16_t)below(fuzzer, 40);
+                at += 1 + words[at];
+            }
+            words[start + 1] = (uint16_t)(2 * (at - start));
+            if (at - start > longest) longest = at - start;
+        }
+        int32_t header[4] = {20240522, 1, count, (int32_t)(2 * longest)};
+        memcpy(data, header, sizeof header);
+        memcpy(data + 1024, words, 2 * at);
+        new_seed(target, data, 1024 + 2 * at);
+    }
 }
 
 static void make_tokenizer(Target *target, Fuzzer *fuzzer)
@@ -517,6 +576,7 @@ int main(int argc, char **argv)
         {.name = "tokenizer", .read = read_tokenizer, .make = make_tokenizer},
         {.name = "tokenizer.json", .read = read_vocabulary, .make = make_vocabulary},
         {.name = "llm.c's model", .read = read_llmc, .make = make_llmc},
+        {.name = "hellaswag", .read = read_hellaswag, .make = make_hellaswag},
         {.name = "json", .read = read_json, .make = make_json},
         {.name = "safetensors", .read = read_safetensors, .make = make_safetensors},
     };
