@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""The trainer on a GPU against itself on the CPU: the same losses within rounding, a resumed run bit for bit, and one
-sentence for each way in which a GPU cannot be used.
+"""The trainer on a GPU against itself on the CPU: the same losses within rounding, a resumed run bit for bit, the same texts
+and choices of its model, and one sentence for each way in which a GPU cannot be used.
 
 On a GPU machine the ordinary trainer is tested; without one `make test-simt` gives a trainer whose GPU is the emulation of
 tests/simt, which can also be made to lack what a GPU may lack (SIMT_DEVICE). Skipped where the trainer has no GPU code."""
 import os
+import re
+import subprocess
 import sys
 import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from check import check, end, skip, test  # noqa: E402
-from trainer_runs import log_values, read_log, train, write_corpus  # noqa: E402
+from trainer_runs import ROOT, log_values, read_log, train, write_corpus  # noqa: E402
 
 TINY = "--layers 1 --heads 2 --dim 16 --seq 16 --batch 2 --warmup 0 --lr 1e-2 --eval-tokens 64 --deterministic".split()
 
@@ -60,6 +62,40 @@ def test_resume(data, work):
         check(log_values(whole) == log_values(parts), f"{log_values(whole)} became {log_values(parts)}")
 
 
+def words_of(text, pattern):
+    """The words of the first line that matches, as they stand there."""
+    found = re.search(pattern, text, re.M)
+    return found.groups() if found else ()
+
+
+def test_reading(data, work):
+    model = f"{work}/cpu/step_00000003"
+    common = ["generate", "--init", model, "--prompt", "a", "--tokens", 24, "--show", "tokens", "--no-stop"]
+    for name, options in (("the likeliest tokens", ("--temperature", 0)), ("three texts", ("--samples", 3))):
+        with test(f"generate: {name} are the CPU's, within the context and beyond it, with the cache and without"):
+            expected = train(*common, *options, "--device", "cpu")
+            for more in ((), ("--no-cache",)):
+                status, text, errors = train(*common, *options, "--device", "cuda", *more)
+                check(status == 0 and text == expected[1] != "", f"{more}: {text}, CPU {expected[1]}: {errors}")
+    with test("generate in bf16 writes as many tokens"):
+        status, text, errors = train(*common, "--samples", 2, "--device", "cuda", "--dtype", "bf16")
+        check(status == 0 and [len(line.split()) for line in text.splitlines()] == [25, 25], text, errors)
+    with test("evaluate: loss and choices are the CPU's"):
+        made = subprocess.run([sys.executable, os.path.join(ROOT, "dev", "hellaswag.py"), "--made-up", "12", "--vocab", "97",
+                               "--longest", "17", "--out", f"{work}/made.bin"], capture_output=True, text=True)
+        check(made.returncode == 0, made.stderr)
+        common = ["evaluate", "--init", model, "--data", data, "--hellaswag", f"{work}/made.bin"]
+        loss, score = r"^loss +([\d.]+) nats", r"^hellaswag (\d+) examples: acc_norm \S+ \((\d+) right.* \((\d+) by"
+        _, expected, _ = train(*common, "--device", "cpu")
+        for dtype in ("fp32", "bf16"):
+            status, text, errors = train(*common, "--device", "cuda", "--dtype", dtype)
+            check(status == 0 and words_of(text, score)[:1] == ("12",), text, errors)
+            got, wanted = (float(words_of(said, loss)[0]) for said in (text, expected))
+            check(abs(got - wanted) <= BOUNDS[dtype], f"{dtype}: {got}, CPU {wanted}")
+            if dtype == "fp32":
+                check(words_of(text, score) == words_of(expected, score), text, expected)
+
+
 def test_refusals(data, work, emulated):
     cases = [
         ("a GPU that is not there", ["--device", "cuda:77"], {}, 1, "--device cuda:77: this machine has"),
@@ -101,6 +137,7 @@ def main():
         if text:
             test_losses(data, work)
             test_resume(data, work)
+            test_reading(data, work)
             test_refusals(data, work, "SIMT emulation" in text)
     end()
 
