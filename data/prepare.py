@@ -460,7 +460,7 @@ class TokenStream:
         while not self.ends_document and self.more():
             data = bytes(self.rest)
             at = data.find(mark)
-            while at % width > 0:  # the mark's bytes, but of two tokens
+            while at >= 0 and at % width:  # the mark's bytes, but of two tokens
                 at = data.find(mark, at + 1)
             self.ends_document = at >= 0
             self.rest = self.rest[at + width if at >= 0 else len(data):]

@@ -22,7 +22,9 @@ sys.path[:0] = [os.path.join(ROOT, "tests"), os.path.join(ROOT, "data")]
 import download  # noqa: E402
 import prepare  # noqa: E402
 import sources  # noqa: E402
+import vocabulary  # noqa: E402
 from check import check, end, skip, test  # noqa: E402
+from progress import Progress  # noqa: E402
 from trainer_runs import TINY, log_values, train  # noqa: E402
 
 FOLDER = tempfile.mkdtemp(prefix="flashgpt-datasets-")
@@ -256,6 +258,24 @@ def documents_of(tokens):
         else:
             text.append(token)
     return out + ([bytes(text).decode()] if text else [])
+
+
+def test_stream():
+    with test("stream: tokens are handed on by number over packs; the rest of a document is dropped, however long"):
+        tokenizer = vocabulary.open_tokenizer("bytes")
+        packs = [[1, 2, 3, EOT], [4], [5, 1, 2], [6, 1, EOT, 7], [8, EOT]]  # 5 and 1 make end of text's bytes, but askew
+        stream = prepare.TokenStream(((tokenizer.pack(tokens), 1) for tokens in packs), tokenizer, Progress(0), True)
+
+        def read(most):
+            return [*array.array("H", b"".join(map(bytes, stream.read(most))))]
+
+        check(read(3) == [1, 2, 3], "not the first three")
+        stream.finish_document()
+        check(read(1) == [4], "not the start of the second document")
+        stream.finish_document()
+        check(read(2) == [7, 8], "not the start of the third document")
+        check(read(9) == [EOT] and read(1) == [], "not the end")
+        stream.finish_document()
 
 
 def test_text_sets():
@@ -495,6 +515,7 @@ def test_layouts():
 def main():
     try:
         test_downloads()
+        test_stream()
         test_text_sets()
         test_parquet_sets()
         test_offline()
