@@ -23,12 +23,17 @@ from trainer_runs import TRAIN, read_log  # noqa: E402
 TMP = tempfile.mkdtemp(prefix="flashgpt-recipes-")
 RECIPES = sorted(glob.glob(os.path.join(ROOT, "dev", "recipes", "*.sh")))
 STAND_IN = f"""#!{sys.executable}
-import json, os, shutil, sys
+import json, os, shutil, subprocess, sys
 sys.path.insert(0, {os.path.join(ROOT, "tests")!r})
 from trainer_runs import write_corpus
 with open({os.path.join(TMP, "calls")!r}, "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
-if sys.argv[1] == "data/download.py":
+if sys.argv[1] == "data/download.py" and "hellaswag" in sys.argv[-1]:
+    os.makedirs(sys.argv[3])
+elif sys.argv[1] == "dev/hellaswag.py":
+    small = ["--made-up", "5", "--vocab", "50", "--longest", "8", "--out", sys.argv[sys.argv.index("--out") + 1]]
+    sys.exit(subprocess.call([sys.executable, {os.path.join(ROOT, "dev", "hellaswag.py")!r}, *small]))
+elif sys.argv[1] == "data/download.py":
     shutil.copytree({os.path.join(ROOT, "tests", "fixtures", "huggingface", "plain")!r}, sys.argv[3])
 else:
     out = sys.argv[sys.argv.index("--out") + 1]
@@ -44,6 +49,7 @@ SHAPE = "--layers 1 --heads 1 --dim 8 --context 8 --vocab 50"
 def cook(recipe, folder, *options):
     """(status, output, errors) of a recipe whose directories lie in a folder."""
     names = {name: os.path.join(TMP, folder, name.lower()) for name in ("DATA", "OUT", "MODEL")}
+    names["HELLASWAG"] = os.path.join(TMP, folder, "questions", "made.bin")
     done = subprocess.run(["sh", os.path.join(ROOT, "dev", "recipes", recipe + ".sh"), *options], capture_output=True,
                           text=True, env={**os.environ, **names, "TRAIN": TRAIN, "PYTHON": os.path.join(TMP, "python")})
     return done.returncode, done.stdout, done.stderr
@@ -71,8 +77,10 @@ def main():
             status, out, err = cook(recipe, recipe, *options, "--stop", "1")
             made = calls()
             check(status == 0 and "stopped at step 1 of 3" in out, out, err)
-            check(made[-1][0] == "data/prepare.py" and len(made) == (2 if "finetune" in recipe else 1), made)
-            args = prepare.parse_arguments(made[-1][1:])
+            wanted = {"shakespeare": ["data/prepare.py"], "finetune_gpt2": ["data/download.py", "data/prepare.py"],
+                      "gpt2_fineweb": ["data/prepare.py", "data/download.py", "dev/hellaswag.py"]}[recipe]
+            check([call[0] for call in made] == wanted, made)
+            args = prepare.parse_arguments(next(call for call in made if call[0] == "data/prepare.py")[1:])
             check(args.dataset == name and args.out == os.path.join(TMP, recipe, "data"), args)
             check(args.tokenizer == (os.path.join(TMP, recipe, "model") if "finetune" in recipe else
                                      sources.SETS[name].tokenizer), args.tokenizer)
@@ -81,6 +89,7 @@ def main():
             run = os.path.join(TMP, recipe, "out")
             check([line["step"] for line in read_log(run) if "loss" in line] == [1, 2, 3], read_log(run))
             check(os.path.exists(os.path.join(run, "report.html")), "no page")
+            check(any("hellaswag" in line for line in read_log(run)) == (recipe == "gpt2_fineweb"), "HellaSwag")
     with test("finetune_gpt2: the model comes from Hugging Face, weights last; an own text is prepared instead"):
         shutil.rmtree(os.path.join(TMP, "finetune_gpt2"))
         os.environ["TEXT"] = "book.txt"
