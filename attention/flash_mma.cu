@@ -6,6 +6,8 @@
 #include "attention/attention.h"
 #include "attention/tensor_core.h"
 
+namespace { /* other kernels use the same names */
+
 enum {
     MAX_HS = 256,
 };
@@ -17,6 +19,9 @@ enum {
 /* Forward rescales O only when a row's maximum has grown by more than this, in powers of two: P stays below 2^8, where fp32 sums and bf16
  * factors are as exact as below 1. */
 #define LAZY_LOG2 8.0f
+
+/* Where LSE (log2 units) is larger than this, what its rounding to fp32 has cut off matters: 2^-14 of P and more. Then backward takes it in. */
+#define LARGE_LSE 1024.0f
 
 /* --- the place of a block -------------------------------------------------------------------------------------------------- */
 
@@ -141,8 +146,10 @@ struct Passes {
 
     __device__ __forceinline__ Passes(void)
     {
-        row = (int)threadIdx.x / PER;
-        chunk = (int)threadIdx.x % PER;
+        int thread = (int)threadIdx.x;
+        asm volatile("" : "+r"(thread)); /* else the addresses that follow from it stay in registers from tile to tile */
+        row = thread / PER;
+        chunk = thread % PER;
         offset = tile_offset<HSP>(row, chunk);
     }
     /* Does the thread take part? */
@@ -250,10 +257,20 @@ struct Lane {
     int down_row, down_chunk, right_row, right_chunk;
 };
 
-__device__ __forceinline__ Lane lane_here(void)
+__device__ __forceinline__ Lane lane_of(int thread)
 {
-    int lane = (int)threadIdx.x % 32, i = lane / 8, r = lane % 8;
-    return {(int)threadIdx.x / 32, lane / 4, lane % 4, r + (i & 1) * 8, i >> 1, r + (i >> 1) * 8, i & 1};
+    int lane = thread % 32, i = lane / 8, r = lane % 8;
+    return {thread / 32, lane / 4, lane % 4, r + (i & 1) * 8, i >> 1, r + (i >> 1) * 8, i & 1};
+}
+
+__device__ __forceinline__ Lane lane_here(void) { return lane_of((int)threadIdx.x); }
+
+/* The same found anew, as block_again(). */
+__device__ __forceinline__ Lane lane_again(void)
+{
+    int thread = (int)threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return lane_of(thread);
 }
 
 /* A way through the 16 x 16 blocks of a tile: the address that a lane gives for the first, and what leads from it to the others. Where rows
@@ -348,48 +365,49 @@ __device__ __forceinline__ void store_rows(const OutMatrix &out, SharedAddress t
 struct Forward {
     Source Q, K, V;
     Target O;
-    float *LSE, *saved; /* (heads, T); (heads, Tp) */
+    float *LSE, *saved; /* (heads, T); (2, heads, Tp): LSE in log2 units, and what its rounding has cut off */
     Sizes sizes;
 };
 
-template <int HSP> struct ForwardShape;
+template <int HSP, int FROM> struct ForwardShape;
 #ifndef FORWARD_SHAPES
-#define FORWARD_SHAPES(X) /* HSP, m16 tiles a warp, warps, keys a tile, Q in registers, blocks an SM */ \
-    X(32, 2, 4, 64, true, 2)                                                                            \
-    X(64, 2, 4, 64, true, 2)                                                                           \
-    X(96, 2, 4, 64, false, 2)                                                                           \
-    X(128, 2, 4, 32, false, 2)                                                                          \
-    X(256, 1, 4, 32, false, 2)
+#define FORWARD_SHAPES(X) /* HSP, from T on, m16 tiles a warp, warps, keys a tile, of them at a time, steps of Q K^T at a time, Q held, blocks an SM */ \
+    X(32, 0, 2, 4, 64, 64, 2, true, 2)                                                                                                            \
+    X(64, 0, 2, 4, 64, 32, 4, false, 3)                                                                                                           \
+    X(64, 2048, 2, 4, 64, 64, 4, true, 2)                                                                                                         \
+    X(96, 0, 2, 4, 64, 32, 6, false, 2)                                                                                                           \
+    X(128, 0, 2, 4, 64, 64, 2, false, 2)                                                                                                          \
+    X(256, 0, 1, 4, 32, 32, 16, false, 2)
 #endif
-#define FORWARD_SHAPE(HSP, MT_, WARPS_, BN_, Q_HELD_, BLOCKS_)                                           \
-    template <> struct ForwardShape<HSP> {                                                               \
-        static const int MT = MT_, WARPS = WARPS_, BN = BN_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS_;    \
-        static const int ROWS = 16 * MT_ * WARPS_, BAD = (ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16;    \
-        static const bool Q_HELD = Q_HELD_;                                                              \
+#define FORWARD_SHAPE(HSP, FROM, MT_, WARPS_, BN_, PART_, STEPS_, Q_HELD_, BLOCKS_)                                                    \
+    template <> struct ForwardShape<HSP, FROM> {                                                                                       \
+        static const int MT = MT_, WARPS = WARPS_, BN = BN_, PART = PART_, STEPS = STEPS_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS;     \
+        static const int ROWS = 16 * MT * WARPS, BAD = (ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16;                                   \
+        static const bool Q_HELD = Q_HELD_;                                                                                            \
     };
 FORWARD_SHAPES(FORWARD_SHAPE)
 
-template <int HSP>
+template <int HSP, int FROM>
 struct ForwardState {
-    typedef ForwardShape<HSP> Shape;
+    typedef ForwardShape<HSP, FROM> Shape;
     float O[Shape::MT][HSP / 8][4];
     float max[Shape::MT][2], sum[Shape::MT][2]; /* of rows g and g + 8: the row's maximum in log2 units, the lane's share of its sum */
     uint32_t Q[Shape::Q_HELD ? HSP / 16 : 1][Shape::MT][4];
 };
 
-/* One tile of keys for one warp. MASKED: the tile has keys beyond the block's first query; `last` is the warp's last query, counted from
- * the tile's first key. */
-template <int HSP, bool MASKED>
-__device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, SharedAddress Q, SharedAddress K, SharedAddress V, Lane lane, int last,
+/* PART keys for one warp. MASKED: the tile has keys beyond the block's first query; `last` is the warp's last query, counted from the first
+ * of these keys. */
+template <int HSP, int FROM, bool MASKED>
+__device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, SharedAddress Q, SharedAddress K, SharedAddress V, Lane lane, int last,
                                              float scale_log2)
 {
-    typedef ForwardShape<HSP> Shape;
-    const int MT = Shape::MT, BN = Shape::BN;
-    float S[MT][BN / 8][4];
+    typedef ForwardShape<HSP, FROM> Shape;
+    const int MT = Shape::MT, PART = Shape::PART;
+    float S[MT][PART / 8][4];
     if (MASKED && last < 0) return;
     set_zero(S);
     const Walk<HSP> walk_Q = walk_down<HSP>(Q, lane), walk_K = walk_right<HSP>(K, lane);
-#pragma unroll
+#pragma unroll(Shape::STEPS)
     for (int k = 0; k < HSP / 16; k++) {
         uint32_t a[MT][4];
 #pragma unroll
@@ -400,7 +418,7 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, SharedAdd
             } else ldmatrix_x4(a[m], walk_Q.at(m * 16, k));
         }
 #pragma unroll
-        for (int n = 0; n < BN / 16; n++) {
+        for (int n = 0; n < PART / 16; n++) {
             uint32_t b[4];
             if (MASKED && n * 16 > last) continue;
             ldmatrix_x4(b, walk_K.at(n * 16, k));
@@ -415,7 +433,7 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, SharedAdd
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int n = 0; n < BN / 8; n++)
+            for (int n = 0; n < PART / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     if (n * 8 + 2 * lane.q + e % 2 > last - 16 * MT + 1 + m * 16 + lane.g + e / 2 * 8) S[m][n][e] = -INFINITY;
@@ -429,18 +447,18 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, SharedAdd
         for (int half = 0; half < 2; half++) {
             float x = fmaxf(S[m][0][2 * half], S[m][0][2 * half + 1]);
 #pragma unroll
-            for (int n = 1; n < BN / 8; n++) x = fmaxf(x, fmaxf(S[m][n][2 * half], S[m][n][2 * half + 1]));
-            x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+            for (int n = 1; n < PART / 8; n++) x = fmaxf(x, fmaxf(S[m][n][2 * half], S[m][n][2 * half + 1]));
             largest[m][half] = x * scale_log2;
             grown = grown || largest[m][half] > state.max[m][half] + LAZY_LOG2;
         }
-    if (__any_sync(FULL_WARP, grown)) {
+    if (__any_sync(FULL_WARP, grown)) { /* only now the lanes of a row tell each other their maximum */
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float old = state.max[m][half], now = fmaxf(old, largest[m][half]);
+                now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 1));
+                now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 2));
                 float alpha = exp2_fast(old - (now == -INFINITY ? 0.0f : now));
                 state.max[m][half] = now;
                 state.sum[m][half] *= alpha;
@@ -459,7 +477,7 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, SharedAdd
         for (int half = 0; half < 2; half++) base[m][half] = state.max[m][half] == -INFINITY ? 0.0f : -state.max[m][half];
     const Walk<HSP> walk_V = walk_down<HSP>(V, lane);
 #pragma unroll
-    for (int k = 0; k < BN / 16; k++) {
+    for (int k = 0; k < PART / 16; k++) {
         uint32_t P[MT][4];
         if (MASKED && k * 16 > last) continue;
 #pragma unroll
@@ -486,10 +504,21 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP> &state, SharedAdd
     }
 }
 
-template <int HSP>
-__global__ void __launch_bounds__(ForwardShape<HSP>::THREADS, ForwardShape<HSP>::BLOCKS) flash_mma_forward_kernel(Forward call)
+/* One tile of keys, the last first. */
+template <int HSP, int FROM, bool MASKED>
+__device__ __forceinline__ void forward_tile(ForwardState<HSP, FROM> &state, SharedAddress Q, SharedAddress K, SharedAddress V, Lane lane, int last,
+                                             float scale_log2)
 {
-    typedef ForwardShape<HSP> Shape;
+    typedef ForwardShape<HSP, FROM> Shape;
+#pragma unroll 1
+    for (int part = Shape::BN - Shape::PART; part >= 0; part -= Shape::PART)
+        forward_part<HSP, FROM, MASKED>(state, Q, K + part * HSP * 2, V + part * HSP * 2, lane, last - part, scale_log2);
+}
+
+template <int HSP, int FROM>
+__global__ void __launch_bounds__(ForwardShape<HSP, FROM>::THREADS, ForwardShape<HSP, FROM>::BLOCKS) flash_mma_forward_kernel(Forward call)
+{
+    typedef ForwardShape<HSP, FROM> Shape;
     const int MT = Shape::MT, BN = Shape::BN, ROWS = Shape::ROWS, THREADS = Shape::THREADS, STAGE = BN * HSP * 2;
     const Sizes &sizes = call.sizes;
     const Place place = place_of(blockIdx.x, sizes);
@@ -501,7 +530,7 @@ __global__ void __launch_bounds__(ForwardShape<HSP>::THREADS, ForwardShape<HSP>:
     const int mine = query + lane.warp * MT * 16;                 /* of the warp */
     const SharedAddress my_Q = Q + lane.warp * MT * 16 * HSP * 2; /* its rows of the tile */
     const Matrix keys = matrix_of(call.K, place, sizes), values = matrix_of(call.V, place, sizes);
-    ForwardState<HSP> state;
+    ForwardState<HSP, FROM> state;
     set_zero(state.O);
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -548,7 +577,7 @@ __global__ void __launch_bounds__(ForwardShape<HSP>::THREADS, ForwardShape<HSP>:
             load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
             copies_commit();
         }
-        forward_tile<HSP, true>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, scale_log2);
+        forward_tile<HSP, FROM, true>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, scale_log2);
         if (found) { /* what was not finite reaches the queries that see its key, and no others */
             int first = tile * BN + bad[0];
 #pragma unroll
@@ -573,7 +602,7 @@ __global__ void __launch_bounds__(ForwardShape<HSP>::THREADS, ForwardShape<HSP>:
             load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
             copies_commit();
         }
-        forward_tile<HSP, false>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane, 0, scale_log2);
+        forward_tile<HSP, FROM, false>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane, 0, scale_log2);
     }
 
     const Place again = place_of(block_again(), sizes);
@@ -589,7 +618,11 @@ __global__ void __launch_bounds__(ForwardShape<HSP>::THREADS, ForwardShape<HSP>:
             int row = mine + m * 16 + half * 8 + lane.g;
             float lse = state.max[m][half] + log2f(sum);
             if (lane.q == 0 && row < sizes.T) call.LSE[(int64_t)again.head * sizes.T + row] = lse * LN_2;
-            if (lane.q == 0 && row < sizes.Tp) call.saved[(int64_t)again.head * sizes.Tp + row] = row < sizes.T ? lse : 0.0f;
+            if (lane.q == 0 && row < sizes.Tp) {
+                float *saved = call.saved + (int64_t)again.head * sizes.Tp + row;
+                saved[0] = row < sizes.T ? lse : 0.0f;
+                saved[(int64_t)sizes.heads * sizes.Tp] = row < sizes.T ? state.max[m][half] - lse + log2f(sum) : 0.0f;
+            }
         }
     store_rows<HSP>(matrix_of(call.O, again, sizes), my_Q, state.O, inverse, lane, mine, 0);
 }
@@ -599,27 +632,37 @@ __global__ void __launch_bounds__(ForwardShape<HSP>::THREADS, ForwardShape<HSP>:
 struct Backward {
     Source Q, K, V, dO, O;
     Target dQ, dK, dV;
-    const float *saved; /* (heads, Tp) */
+    const float *saved; /* (2, heads, Tp) */
     float *D;           /* (heads, Tp): rowsum(dO * O) */
     float *sums;        /* dQ before it is scaled and rounded, in the order of dq_place(); NULL where flash_mma_queries_kernel makes it */
     Sizes sizes;
 };
 
-/* What the lanes 4r .. 4r+3 know of row r of a product of rows: here the dot product of two rows of HS elements, the same for all four. */
+/* The dot product of row `row` of a and of b, 0 beyond their end, by four neighbouring lanes q = 0 .. 3, which all get it. */
+template <int HSP>
 __device__ __forceinline__ float dot_of_rows(const Matrix &a, const Matrix &b, int row, int q)
 {
+    const int COUNT = HSP / 32;
+    uint4 x[COUNT], y[COUNT];
     float sum = 0;
-    if (row < a.rows)
-        for (int col = q * 8; col < a.HS; col += 32) {
-            const __nv_bfloat16 *at_a = a.data + row * a.stride + col, *at_b = b.data + row * b.stride + col;
-            uint4 x = a.vectors ? *(const uint4 *)at_a : gather_eight(at_a), y = b.vectors ? *(const uint4 *)at_b : gather_eight(at_b);
-            uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                sum = fmaf(__uint_as_float(xs[i] << 16), __uint_as_float(ys[i] << 16), sum);
-                sum = fmaf(__uint_as_float(xs[i] & 0xffff0000u), __uint_as_float(ys[i] & 0xffff0000u), sum);
-            }
+    for (int i = 0; i < COUNT; i++) {
+        int col = q * 8 + i * 32;
+        const __nv_bfloat16 *at_a = a.data + row * a.stride + col, *at_b = b.data + row * b.stride + col;
+        x[i] = y[i] = make_uint4(0, 0, 0, 0);
+        if (row >= a.rows || col >= a.HS) continue;
+        x[i] = a.vectors ? *(const uint4 *)at_a : gather_eight(at_a);
+        y[i] = b.vectors ? *(const uint4 *)at_b : gather_eight(at_b);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        uint32_t xs[4] = {x[i].x, x[i].y, x[i].z, x[i].w}, ys[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            sum = fmaf(__uint_as_float(xs[j] << 16), __uint_as_float(ys[j] << 16), sum);
+            sum = fmaf(__uint_as_float(xs[j] & 0xffff0000u), __uint_as_float(ys[j] & 0xffff0000u), sum);
         }
+    }
     sum += __shfl_xor_sync(FULL_WARP, sum, 1);
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
@@ -637,8 +680,8 @@ template <int HSP> struct QueriesShape;
 #endif
 #define QUERIES_SHAPE(HSP, MT_, WARPS_, BN_, HELD_, BLOCKS_)                                             \
     template <> struct QueriesShape<HSP> {                                                               \
-        static const int MT = MT_, WARPS = WARPS_, BN = BN_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS_;    \
-        static const int ROWS = 16 * MT_ * WARPS_, BAD = (2 * ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16; \
+        static const int MT = MT_, WARPS = WARPS_, BN = BN_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS;    \
+        static const int ROWS = 16 * MT * WARPS, BAD = (2 * ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16; \
         static const bool HELD = HELD_;                                                                  \
     };
 QUERIES_SHAPES(QUERIES_SHAPE)
@@ -647,7 +690,7 @@ template <int HSP>
 struct QueriesState {
     typedef QueriesShape<HSP> Shape;
     float dQ[Shape::MT][HSP / 8][4];
-    float base[Shape::MT][2], D[Shape::MT][2]; /* of rows g and g + 8 */
+    float base[Shape::MT][2], low[Shape::MT][2], D[Shape::MT][2]; /* of rows g and g + 8: -LSE, what it lacks, D */
     uint32_t Q[Shape::HELD ? HSP / 16 : 1][Shape::MT][4], dO[Shape::HELD ? HSP / 16 : 1][Shape::MT][4];
 };
 
@@ -696,7 +739,10 @@ __device__ __forceinline__ void queries_tile(QueriesState<HSP> &state, SharedAdd
 #pragma unroll
         for (int n = 0; n < BN / 8; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) P[m][n][e] = exp2_fast(fmaf(P[m][n][e], scale_log2, state.base[m][e / 2]));
+            for (int e = 0; e < 4; e++) {
+                P[m][n][e] = fmaf(P[m][n][e], scale_log2, state.base[m][e / 2]);
+                P[m][n][e] = exp2_fast(MASKED ? P[m][n][e] - state.low[m][e / 2] : P[m][n][e]);
+            }
     multiply_rows<HSP, MT, BN, MASKED, Shape::HELD>(dS, state.dO, dO, V, lane, last);
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -755,15 +801,19 @@ __global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>:
         bad[1] = -1;
     }
     const Matrix out = matrix_of(call.O, place, sizes);
+    bool large = false;
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int row = mine + m * 16 + half * 8 + lane.g;
-            float D = dot_of_rows(grads, out, row, lane.q);
+            float D = dot_of_rows<HSP>(grads, out, row, lane.q);
             if (lane.q == 0 && row < sizes.Tp) call.D[(int64_t)place.head * sizes.Tp + row] = D;
             state.D[m][half] = D;
-            state.base[m][half] = row < sizes.T ? -call.saved[(int64_t)place.head * sizes.Tp + row] : 0.0f;
+            const float *saved = call.saved + (int64_t)place.head * sizes.Tp + row;
+            state.base[m][half] = row < sizes.T ? -saved[0] : 0.0f;
+            state.low[m][half] = row < sizes.T ? saved[(int64_t)sizes.heads * sizes.Tp] : 0.0f;
+            large = large || fabsf(state.base[m][half]) > LARGE_LSE;
         }
     if (Shape::HELD) {
         copies_wait<0>();
@@ -815,7 +865,9 @@ __global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>:
             load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
             copies_commit();
         }
-        queries_tile<HSP, false>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, 0, sizes.scale_log2);
+        if (__any_sync(FULL_WARP, large)) /* the masking kind also takes in what LSE lacks */
+            queries_tile<HSP, true>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, sizes.scale_log2);
+        else queries_tile<HSP, false>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, 0, sizes.scale_log2);
     }
 
     const Place again = place_of(block_again(), sizes);
@@ -838,10 +890,10 @@ template <int HSP> struct KeysShape;
 #endif
 #define KEYS_SHAPE(HSP, MT_, WARPS_, BM_, PART_, SLICE_, BLOCKS_)                                                                \
     template <> struct KeysShape<HSP> {                                                                                  \
-        static const int MT = MT_, WARPS = WARPS_, BM = BM_, PART = PART_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS_;      \
-        static const int ROWS = 16 * MT_ * WARPS_, SLICE = SLICE_, SLICES = HSP / SLICE_;                                 \
+        static const int MT = MT_, WARPS = WARPS_, BM = BM_, PART = PART_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS;      \
+        static const int ROWS = 16 * MT * WARPS, SLICE = SLICE_, SLICES = HSP / SLICE_;                                 \
         static const int STAGE = BM_ * HSP * 2, STATS = (2 * ROWS + 4 * BM_) * HSP * 2;                                  \
-        static const int BAD = STATS + 4 * BM_ * 4;\
+        static const int BAD = STATS + 6 * BM_ * 4;\
         static const int STEPS = 2; /* of a product at a time: unrolled further, loads come too early and registers spill */ \
         static const int BYTES = BAD + 16; \
     };
@@ -853,16 +905,28 @@ struct KeysState {
     float dK[Shape::MT][Shape::SLICE / 8][4], dV[Shape::MT][Shape::SLICE / 8][4];
 };
 
-/* The statistics of the BM queries from `query` on: LSE in log2 units to `stats`, D behind it. Rows from T to Tp hold anything. */
+/* The statistics of the BM queries from `query` on, BM floats each: LSE in log2 units, D, and what LSE lacks. Rows from T to Tp hold anything. */
 template <int BM>
 __device__ __forceinline__ void load_stats(SharedAddress stats, const Backward &call, const Place &place, int query)
 {
-    static_assert(BM % 4 == 0, "whole copies");
-    int index = (int)threadIdx.x, row = query + index % (BM / 4) * 4;
-    if (index >= BM / 2) return;
-    const float *from = (index < BM / 4 ? call.saved : call.D) + (int64_t)place.head * call.sizes.Tp;
+    static_assert(BM % 4 == 0 && 3 * BM / 4 <= 128, "whole copies, one a thread");
+    int index = (int)threadIdx.x, kind = index / (BM / 4), row = query + index % (BM / 4) * 4;
+    if (kind > 2) return;
+    const float *from = (kind == 1 ? call.D : call.saved) + (int64_t)(place.head + (kind == 2 ? call.sizes.heads : 0)) * call.sizes.Tp;
     bool valid = row < call.sizes.T;
     copy_async_16(stats + index * 16, valid ? from + row : from, valid);
+}
+
+/* Is the LSE of any of the BM queries so large that what it lacks matters? The same answer for all warps. */
+template <int BM>
+__device__ __forceinline__ bool stats_large(SharedAddress stats)
+{
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < BM; i += 32)
+        if (i + 32 <= BM || i + (int)threadIdx.x % 32 < BM)
+            large = large || fabsf(__uint_as_float(load_32(stats + (i + (int)threadIdx.x % 32) * 4))) > LARGE_LSE;
+    return __any_sync(FULL_WARP, large);
 }
 
 /* sums (keys of the warp, slice of the columns) += X (keys, PART queries) Y, rows part .. of the tile. */
@@ -927,11 +991,13 @@ const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, la
 #pragma unroll
             for (int n = 0; n < PART / 8; n++) {
                 float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
+                float2 low = MASKED ? load_64(stats + (2 * BM + part + n * 8 + 2 * lane.q) * 4) : make_float2(0, 0);
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        P[m][n][e] = exp2_fast(fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x));
+                        P[m][n][e] = fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x);
+                        P[m][n][e] = exp2_fast(MASKED ? P[m][n][e] - (e % 2 ? low.y : low.x) : P[m][n][e]);
                         if (MASKED) {
                             int row = n * 8 + 2 * lane.q + e % 2;
                             if (row < first + m * 16 + lane.g + e / 2 * 8 || query + part + row >= T) P[m][n][e] = 0;
@@ -1023,14 +1089,14 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
         if (tile + 1 < tiles) {
             load_tile<HSP, BM, THREADS>(Q + (stage ^ 1) * STAGE, queries, (tile + 1) * BM);
             load_tile<HSP, BM, THREADS>(dO + (stage ^ 1) * STAGE, grads, (tile + 1) * BM);
-            load_stats<BM>(stats + (stage ^ 1) * BM * 8, call, place, (tile + 1) * BM);
+            load_stats<BM>(stats + (stage ^ 1) * BM * 12, call, place, (tile + 1) * BM);
             copies_commit();
         }
-        if (masked)
-            keys_tile<HSP, true>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, lane, mine, tile * BM, sizes.T,
+        if (masked || stats_large<BM>(stats + stage * BM * 12)) /* the masking kind also takes in what LSE lacks */
+            keys_tile<HSP, true>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, lane, mine, tile * BM, sizes.T,
                                      slice, sizes.scale_log2);
         else
-            keys_tile<HSP, false>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, lane, mine, tile * BM, sizes.T,
+            keys_tile<HSP, false>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, lane, mine, tile * BM, sizes.T,
                                       slice, sizes.scale_log2);
         if (found) { /* what was not finite reaches the keys that its query sees, and no others */
             int last = tile * BM + bad[1];
@@ -1062,44 +1128,51 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
 /* --- all three gradients at once: a block owns keys, and adds its part of dQ in global memory ---------------------------------------- */
 
 template <int HSP> struct FusedShape;
-#ifndef FUSED_SHAPES
-#define FUSED_SHAPES(X) /* HSP, key groups of 32, warps a group, queries a tile, of them at a time, m16 tiles of dQ a warp, blocks an SM */ \
-    X(32, 4, 1, 64, 32, 2, 2)                                                                                                               \
-    X(64, 4, 1, 64, 32, 2, 2)                                                                                                               \
-    X(96, 4, 2, 64, 32, 1, 1)                                                                                                               \
-    X(128, 4, 2, 64, 32, 2, 1)
+
+/* Adding to global memory by single floats, as chips before sm_90 do, takes the registers that 32 queries at a time would need. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define FUSED_PART_64 16
+#else
+#define FUSED_PART_64 32
 #endif
-#define FUSED_SHAPE(HSP, GROUPS_, SPLIT_, BM_, PART_, MTQ_, BLOCKS_)                                                                      \
+
+#ifndef FUSED_SHAPES
+#define FUSED_SHAPES(X) /* HSP, key groups of 32, warps a group, queries a tile, of them at a time, steps of a product at a time, m16 tiles of dQ a warp, blocks an SM */ \
+    X(32, 4, 1, 64, 32, 2, 2, 2) \
+    X(64, 4, 1, 64, FUSED_PART_64, 2, 2, 2) \
+    X(96, 4, 2, 64, 32, 2, 1, 1) \
+    X(128, 4, 2, 64, 32, 2, 2, 1)
+#endif
+#define FUSED_SHAPE(HSP, GROUPS_, SPLIT_, BM_, PART_, STEPS_, MTQ_, BLOCKS_)                                                                      \
     template <> struct FusedShape<HSP> {                                                                                                  \
-        static const int MT = 2, GROUPS = GROUPS_, SPLIT = SPLIT_, WARPS = GROUPS_ * SPLIT_, BM = BM_, PART = PART_, MTQ = MTQ_;          \
+        static const int SPLIT = SPLIT_, WARPS = GROUPS_ * SPLIT_, BM = BM_, PART = PART_, MTQ = MTQ_;          \
         static const int BLOCKS = BLOCKS_, THREADS = 32 * WARPS, ROWS = 32 * GROUPS_, STAGE = BM_ * HSP * 2, SLICE = HSP / SPLIT_;        \
         static const int ROOM = SLICE <= 32 ? 32 : SLICE <= 64 ? 64 : 128; /* columns of the results' way out */                           \
         static const int Q_GROUPS = BM_ / (16 * MTQ_), Q_COLUMNS = HSP / (WARPS / Q_GROUPS), FRAGMENTS = MTQ_ * Q_COLUMNS / 8;            \
-        static const int STATS = (2 * ROWS + 4 * BM_) * HSP * 2, BAD = STATS + 4 * BM_ * 4, DS = (BAD + 16 + 1023) / 1024 * 1024;         \
-        static const int P = DS + ROWS * BM_ * 2, BYTES = SPLIT_ > 1 ? P + ROWS * BM_ * 2 : P, STEPS = 1;                                 \
+        static const int STATS = (2 * ROWS + 4 * BM_) * HSP * 2, BAD = STATS + 6 * BM_ * 4, DS = (BAD + 16 + 1023) / 1024 * 1024;         \
+        static const int P = DS + ROWS * BM_ * 2, BYTES = SPLIT_ > 1 ? P + ROWS * BM_ * 2 : P, STEPS = STEPS_;                                 \
         static_assert(WARPS % Q_GROUPS == 0 && Q_COLUMNS % 16 == 0, "the warps share dQ evenly");                                         \
         static_assert(PART_ * SPLIT_ <= BM_, "each warp of a group has queries of its own");                                              \
     };
 FUSED_SHAPES(FUSED_SHAPE)
 
-/* D of all rows, and zeros for the sums of dQ: `count` groups of four. Four lanes a row. */
-__global__ void __launch_bounds__(256) flash_mma_prepare_kernel(Backward call, int64_t count)
+/* D of BM rows of a head, and zeros for their sums of dQ. Four lanes a row. */
+template <int HSP>
+__global__ void __launch_bounds__(256) flash_mma_prepare_kernel(Backward call)
 {
+    typedef FusedShape<HSP> Shape;
     const Sizes &sizes = call.sizes;
-    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = thread; i < count; i += threads) *(float4 *)(call.sums + 4 * i) = make_float4(0, 0, 0, 0);
-    /* Whole warps go round together: every lane takes part in the shuffles. */
-    for (int64_t first = thread / 32 * 8; first < (int64_t)sizes.heads * sizes.Tp; first += threads / 32 * 8) {
-        int64_t at = first + threadIdx.x % 32 / 4;
-        bool valid = at < (int64_t)sizes.heads * sizes.Tp;
-        Place place;
-        place.head = valid ? (uint32_t)(at / sizes.Tp) : 0;
-        place.b = place.head / sizes.NH;
-        place.h = place.head % sizes.NH;
-        float D = dot_of_rows(matrix_of(call.dO, place, sizes), matrix_of(call.O, place, sizes), valid ? (int)(at % sizes.Tp) : sizes.T,
-                              threadIdx.x % 4);
-        if (valid && threadIdx.x % 4 == 0) call.D[at] = D;
-    }
+    const int tile = (int)(blockIdx.x % sizes.tiles);
+    Place place;
+    place.head = blockIdx.x / sizes.tiles;
+    place.b = place.head / sizes.NH;
+    place.h = place.head % sizes.NH;
+    float *sums = call.sums + (int64_t)blockIdx.x * Shape::BM * HSP;
+#pragma unroll
+    for (int i = 0; i < Shape::BM * HSP / 1024; i++) *(float4 *)(sums + 4 * (threadIdx.x + 256 * i)) = make_float4(0, 0, 0, 0);
+    int row = tile * Shape::BM + (int)threadIdx.x / 4;
+    float D = dot_of_rows<HSP>(matrix_of(call.dO, place, sizes), matrix_of(call.O, place, sizes), row, threadIdx.x % 4);
+    if (row < sizes.Tp && threadIdx.x % 4 == 0) call.D[(int64_t)place.head * sizes.Tp + row] = D;
 }
 
 /* Where a warp's sums of dQ for tile `tile` of BM queries of a head lie: fragment by fragment, 4 floats a lane. */
@@ -1154,17 +1227,28 @@ __device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (
     }
 #pragma unroll
     for (int n = 0; n < PART / 8; n++) {
-        float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4), D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
+        float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
+        float2 low = MASKED ? load_64(stats + (2 * BM + part + n * 8 + 2 * lane.q) * 4) : make_float2(0, 0);
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                P[m][n][e] = exp2_fast(fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x));
+                P[m][n][e] = fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x);
+                P[m][n][e] = exp2_fast(MASKED ? P[m][n][e] - (e % 2 ? low.y : low.x) : P[m][n][e]);
+                int row = n * 8 + 2 * lane.q + e % 2;
+                if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) P[m][n][e] = 0;
+            }
+    }
+#pragma unroll
+    for (int n = 0; n < PART / 8; n++) {
+        float2 D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
                 dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - (e % 2 ? D.y : D.x));
-                if (MASKED) {
-                    int row = n * 8 + 2 * lane.q + e % 2;
-                    if (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left) P[m][n][e] = dS[m][n][e] = 0;
-                }
+                int row = n * 8 + 2 * lane.q + e % 2;
+                if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) dS[m][n][e] = 0;
             }
     }
 }
@@ -1302,7 +1386,7 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
     const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 4); /* first and last query of a tile, and of the keys, that are not finite */
     const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
     const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS;
-    const int key = place.tile * ROWS, group = lane.warp / Shape::SPLIT, half = lane.warp % Shape::SPLIT, mine = key + group * 32;
+    const int key = place.tile * ROWS, group = lane.warp / Shape::SPLIT;
     const Matrix queries = matrix_of(call.Q, place, sizes), grads = matrix_of(call.dO, place, sizes);
     const FusedPlaces at = {K + group * 32 * HSP * 2, V + group * 32 * HSP * 2, K, K + Shape::DS, K + Shape::P};
     FusedState<HSP> state;
@@ -1337,36 +1421,39 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
         if (tile + 1 < tiles) {
             load_tile<HSP, BM, THREADS>(Q + (stage ^ 1) * STAGE, queries, (tile + 1) * BM);
             load_tile<HSP, BM, THREADS>(dO + (stage ^ 1) * STAGE, grads, (tile + 1) * BM);
-            load_stats<BM>(stats + (stage ^ 1) * BM * 8, call, place, (tile + 1) * BM);
+            load_stats<BM>(stats + (stage ^ 1) * BM * 12, call, place, (tile + 1) * BM);
             copies_commit();
         }
-        if (masked)
-            fused_tile<HSP, true>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, sums, bad, lane, key, tile * BM, sizes.T,
+        if (masked || stats_large<BM>(stats + stage * BM * 12)) /* the masking kind also takes in what LSE lacks */
+            fused_tile<HSP, true>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad, lane, key, tile * BM, sizes.T,
                                   sizes.scale_log2);
         else
-            fused_tile<HSP, false>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 8, sums, bad, lane, key, tile * BM, sizes.T,
+            fused_tile<HSP, false>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad, lane, key, tile * BM, sizes.T,
                                    sizes.scale_log2);
         if (found) { /* what was not finite reaches the keys that its query sees, and no others */
-            int last = tile * BM + bad[1];
+            const Lane lane_now = lane_again();
+            int last = tile * BM + bad[1], mine = key + lane_now.warp / Shape::SPLIT * 32;
 #pragma unroll
             for (int m = 0; m < 2; m++)
 #pragma unroll
                 for (int n = 0; n < Shape::SLICE / 8; n++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        if (mine + m * 16 + lane.g + e / 2 * 8 <= last) state.dK[m][n][e] = state.dV[m][n][e] = NAN;
+                        if (mine + m * 16 + lane_now.g + e / 2 * 8 <= last) state.dK[m][n][e] = state.dV[m][n][e] = NAN;
             __syncthreads();
             if (threadIdx.x < 2) bad[threadIdx.x] = threadIdx.x ? -1 : INT_MAX;
         }
     }
 
     const Place again = place_of(block_again(), sizes);
+    const Lane lane_now = lane_again();
+    const int first = again.tile * ROWS + lane_now.warp / Shape::SPLIT * 32, column = lane_now.warp % Shape::SPLIT * Shape::SLICE;
     float factor[2][2] = {{sizes.scale, sizes.scale}, {sizes.scale, sizes.scale}};
-    __syncthreads(); /* K is read by all warps to the last; then each warp's results go by way of its own part of Q and dO */
-    const SharedAddress room = K + lane.warp * 32 * Shape::ROOM * 2;
-    store_rows<Shape::ROOM>(matrix_of(call.dK, again, sizes), room, state.dK, factor, lane, mine, half * Shape::SLICE);
+    __syncthreads(); /* K is read by all warps to the last; now the results go by way of its place and that of V */
+    const SharedAddress room = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES)) + lane_now.warp * 32 * Shape::ROOM * 2;
+    store_rows<Shape::ROOM>(matrix_of(call.dK, again, sizes), room, state.dK, factor, lane_now, first, column);
     factor[0][0] = factor[0][1] = factor[1][0] = factor[1][1] = 1;
-    store_rows<Shape::ROOM>(matrix_of(call.dV, again, sizes), room, state.dV, factor, lane, mine, half * Shape::SLICE);
+    store_rows<Shape::ROOM>(matrix_of(call.dV, again, sizes), room, state.dV, factor, lane_now, first, column);
 }
 
 /* dQ = scale times the sums, rounded: a block a tile of BM queries. */
@@ -1429,19 +1516,27 @@ static Sizes sizes_of(const AttentionShape *shape, int rows)
             (uint32_t)tiles_of(shape->T, rows), (uint32_t)section, shape->scale, scale_log2};
 }
 
+template <int HSP, int FROM>
+static cudaError_t launch_forward_from(Forward call, const AttentionShape *shape, cudaStream_t stream)
+{
+    typedef ForwardShape<HSP, FROM> Shape;
+    static_assert(Shape::BYTES <= 99 << 10, "the shared memory of sm_86");
+    call.sizes = sizes_of(shape, Shape::ROWS);
+    return kernel_launch(flash_mma_forward_kernel<HSP, FROM>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Shape::THREADS), Shape::BYTES, stream,
+                         call);
+}
+
 template <int HSP>
 static cudaError_t launch_forward(Forward call, const AttentionShape *shape, cudaStream_t stream)
 {
-    typedef ForwardShape<HSP> Shape;
-    static_assert(Shape::BYTES <= 99 << 10, "the shared memory of sm_86");
-    call.sizes = sizes_of(shape, Shape::ROWS);
-    return kernel_launch(flash_mma_forward_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Shape::THREADS), Shape::BYTES, stream,
-                         call);
+    if constexpr (HSP == 64)
+        if (shape->T >= 2048) return launch_forward_from<HSP, 2048>(call, shape, stream);
+    return launch_forward_from<HSP, 0>(call, shape, stream);
 }
 
 /* Is dQ added up by the blocks that own keys, in any order, or made by a kernel of its own? */
 #ifndef FUSED_FROM
-#define FUSED_FROM(HS) 2048
+#define FUSED_FROM(HS) 1
 #endif
 static int fused_wanted(const AttentionShape *shape) { return !shape->deterministic && shape->HS <= 128 && shape->T >= FUSED_FROM(shape->HS); }
 
@@ -1473,18 +1568,16 @@ static cudaError_t launch_fused(Backward call, const AttentionShape *shape, cuda
     typedef FusedShape<HSP> Fused;
     const int ROOM = Fused::Q_COLUMNS <= 32 ? 32 : 64;
     static_assert(Fused::BYTES <= 163 << 10, "the shared memory of sm_80");
-    static_assert(64 % Fused::BM == 0, "sums_count counts on it");
-    int64_t groups = sums_count(shape) / 4, most = 132 * 16;
+    static_assert(Fused::BM == 64 && Fused::BM * HSP % 1024 == 0, "four lanes a row of 256, which clear whole groups of four");
     call.sizes = sizes_of(shape, Fused::BM);
-    dim3 finish(call.sizes.heads * call.sizes.tiles);
-    cudaError_t error = kernel_launch(flash_mma_prepare_kernel, dim3((unsigned)(tiles_of(groups, 256) < most ? tiles_of(groups, 256) : most)), dim3(256), 0,
-                                      stream, call, groups);
+    dim3 tiles(call.sizes.heads * call.sizes.tiles);
+    cudaError_t error = kernel_launch(flash_mma_prepare_kernel<HSP>, tiles, dim3(256), 0, stream, call);
     if (error != cudaSuccess) return error;
     call.sizes = sizes_of(shape, Fused::ROWS);
     error = kernel_launch(flash_mma_fused_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Fused::THREADS), Fused::BYTES, stream, call);
     if (error != cudaSuccess) return error;
     call.sizes = sizes_of(shape, Fused::BM);
-    return kernel_launch(flash_mma_finish_kernel<HSP>, finish, dim3(Fused::THREADS), Fused::WARPS * Fused::MTQ * 16 * ROOM * 2, stream, call);
+    return kernel_launch(flash_mma_finish_kernel<HSP>, tiles, dim3(Fused::THREADS), Fused::WARPS * Fused::MTQ * 16 * ROOM * 2, stream, call);
 }
 
 template <int HSP, bool FUSED>
@@ -1525,7 +1618,7 @@ static const char *flash_mma_refuse(const AttentionShape *shape, int sm)
 
 static int64_t stats_count(const AttentionShape *shape) { return shape->B * shape->NH * padded_length(shape->T); }
 
-static size_t flash_mma_saved_bytes(const AttentionShape *shape) { return (size_t)stats_count(shape) * sizeof(float); }
+static size_t flash_mma_saved_bytes(const AttentionShape *shape) { return 2 * (size_t)stats_count(shape) * sizeof(float); }
 static size_t flash_mma_scratch_bytes(const AttentionShape *shape) { return (size_t)(stats_count(shape) + sums_count(shape)) * sizeof(float); }
 
 static const char *flash_mma_forward(AttentionOutput O, float *LSE, void *saved, void *scratch, AttentionInput Q, AttentionInput K,
@@ -1565,6 +1658,8 @@ static const char *flash_mma_backward(AttentionOutput dQ, AttentionOutput dK, At
     cudaError_t error = LAUNCH(LAUNCH_BACKWARD);
     return error == cudaSuccess ? NULL : cudaGetErrorString(error);
 }
+
+} /* namespace */
 
 extern "C" const AttentionKernel attention_flash_mma = {
     ATTENTION_ABI,

@@ -57,6 +57,8 @@
 #include "attention/attention.h"
 #include "attention/device.h"
 
+namespace { /* other kernels use the same names */
+
 enum {
     TILE = 64,          /* keys of a tile, and queries but for HS 256 in the forward */
     ROW_LANES = 4,      /* a warp's lanes over rows */
@@ -950,6 +952,8 @@ static const char *flash_simt_backward(AttentionOutput dQ, AttentionOutput dK, A
     cudaError_t error = LAUNCH(launch_backward);
     return error == cudaSuccess ? NULL : cudaGetErrorString(error);
 }
+
+} /* namespace */
 
 extern "C" const AttentionKernel attention_flash_simt = {
     ATTENTION_ABI,
