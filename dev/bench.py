@@ -8,10 +8,11 @@ For each configuration below it trains a few steps on random tokens and reports 
 and the peak memory beside the plan that the trainer printed: resident memory on a CPU; on a GPU what its memory holds more
 than before, the CUDA context included. Where PyTorch is importable the same model takes its steps in the same session, and
 the ratio is given: on a CPU dev/reference.py, on a GPU dev/bench_torch.py, eager and compiled. data/prepare.py is timed on a
-text made here.
+text made here. `train_gpt generate` writes behind a prompt of 1000 tokens with a GPT-2 of random weights, with its cache
+and, once the tokens have turned out to be the same, without.
 
-Results go to stdout and to dev/results/<machine>/trainer.csv: a run of everything replaces the file; of a selection its own
-rows, as long as the others are of the same machine and software ("measured" has date and commit of each).
+Results go to stdout and to dev/results/<machine>/trainer.csv and generate.csv: a run of everything replaces the files; of a
+selection its own rows, as long as the others are of the same machine and software ("measured" has date and commit of each).
 Environment: TRAIN, the binary (default ./train_gpt); FLASHGPT_COMMIT, where the tree has no git.
 """
 import argparse
@@ -54,6 +55,14 @@ GPU_CONFIGURATIONS = [
 ]
 GPU_WARM, GPU_STEPS = 10, 30  # steps that are not counted, and that are
 PREPARE = "prepare.py"
+
+# What is written: name, model, tokens of the prompt, texts at the same time, whether also without the cache. With it so many
+# tokens a text, without it so few.
+GENERATE = [("GPT-2 124M, 1 text behind 1000 tokens", GPT2, 1000, 1, True),
+            ("GPT-2 124M, 8 texts behind 1000 tokens", GPT2, 1000, 8, False)]
+GENERATE_TOKENS, GENERATE_SLOW = 24, 4
+GENERATE_DTYPES = {"cpu": ("fp32",), "cuda": ("fp32", "bf16")}
+GENERATE_COLUMNS = ["what", "dtype", "tokens/s", "tokens/s without cache", "times faster", "ms for the prompt", "measured"]
 
 CPU_COLUMNS = ["what", "ms", "best ms", "tokens/s", "PyTorch ms", "times faster", "planned MiB", "peak MiB", "MB/s a core",
                "measured"]
@@ -346,6 +355,43 @@ def bench_prepare(folder, rows):
     print_row(row)
 
 
+# --- writing text -------------------------------------------------------------------------------------------------------
+
+def run_generate(model, prompt, device, dtype, texts, tokens, *more):
+    """(tokens of each text, tokens a second, milliseconds for the prompt)."""
+    done = subprocess.run([TRAIN, "generate", "--init", model, "--device", device, "--dtype", dtype, "--samples", str(texts),
+                           "--prompt-tokens", ",".join(map(str, prompt)), "--tokens", str(tokens), "--no-prompt",
+                           "--no-stop", "--show", "tokens", *more], cwd=ROOT, capture_output=True, text=True)
+    speed = re.search(r"([\d.]+) tokens/s after (\d+) ms", done.stderr)
+    if done.returncode or not speed:
+        raise Failed(f"train_gpt generate: {done.stderr.strip()}")
+    return [line.split() for line in done.stdout.splitlines()], float(speed.group(1)), int(speed.group(2))
+
+
+def bench_generate(folder, wanted, device, rows):
+    """Adds a row for each configuration that is wanted(name)."""
+    for dtype in GENERATE_DTYPES[device]:
+        for name, options, length, texts, compare in GENERATE:
+            if not wanted(f"generate {name} {dtype} {device}"):
+                continue
+            words, model = options.split(), os.path.join(folder, f"model {options}")
+            if not os.path.exists(model):
+                run_measured([TRAIN, *words, "--batch", "1", "--steps", "0", "--eval-every", "0", "--device", "cpu", "--out",
+                              model])
+            vocab = int(words[words.index("--vocab") + 1])
+            prompt = [7919 * i % vocab for i in range(length)]
+            fast, speed, prompt_ms = run_generate(model, prompt, device, dtype, texts, GENERATE_TOKENS)
+            row = {"what": name, "dtype": dtype, "tokens/s": speed, "ms for the prompt": prompt_ms, "measured": stamp()}
+            if compare:
+                slow, slow_speed, _ = run_generate(model, prompt, device, dtype, texts, GENERATE_SLOW, "--no-cache")
+                # bf16 rounds a product of one row and one of many differently now and then.
+                if dtype == "fp32" and slow != [text[:GENERATE_SLOW] for text in fast]:
+                    raise Failed(f"generate: {fast} with the cache, {slow} without")
+                row.update({"tokens/s without cache": slow_speed, "times faster": round(speed / slow_speed, 1)})
+            rows.append(row)
+            print_row(row)
+
+
 def print_row(row):
     print("  ".join(f"{value:<36}" if key == "what" else f"{key} {value}" for key, value in row.items()), flush=True)
 
@@ -418,7 +464,7 @@ def write_readme():
     with open(path) as file:
         text = file.read()
     for name, table in (("attention", attention_table), ("attention_torch", attention_table), ("trainer", trainer_table),
-                        ("profile", profile_table)):
+                        ("profile", profile_table), ("generate", trainer_table)):
         lines = []
         for machine in sorted(os.listdir(os.path.join(ROOT, "dev", "results"))):
             source = os.path.join(ROOT, "dev", "results", machine, f"{name}.csv")
@@ -436,7 +482,7 @@ def parse_options(arguments):
     parser.add_argument("--device", choices=("cpu", "cuda"), help="measure the trainer there only (default: on the CPU, "
                         "and on a GPU where there is one)")
     parser.add_argument("--only", metavar="REGEX", default="", help="only configurations whose \"NAME DTYPE DEVICE\" it is "
-                        f"found in, as 'B16.*bf16'; \"{PREPARE}\" is one too")
+                        f"found in, as 'B16.*bf16'; \"{PREPARE}\" is one too, \"generate NAME DTYPE DEVICE\" others")
     parser.add_argument("--attention", action="append", default=[], metavar="NAME", help="on a GPU also this kernel, beside "
                         "the one that train_gpt chooses; may be repeated")
     parser.add_argument("--no-torch", action="store_true", help="on a GPU without PyTorch beside")
@@ -458,7 +504,7 @@ def measure(options):
         print(f"== {os.path.basename(program)}", flush=True)
         if subprocess.run([program], cwd=ROOT).returncode:
             raise Failed(f"{program} failed")
-    folder, cpu_rows, gpu_rows = tempfile.mkdtemp(prefix="flashgpt-bench-"), [], []
+    folder, cpu_rows, gpu_rows, found = tempfile.mkdtemp(prefix="flashgpt-bench-"), [], [], False
     selection = bool(options.only)
     try:
         if options.device != "cuda":
@@ -478,9 +524,17 @@ def measure(options):
                        (f", PyTorch {version}" if version else ""),
                        f"milliseconds of a step, median of {GPU_STEPS} after {GPU_WARM}; PyTorch: flash attention (fp32: "
                        "memory-efficient), fused AdamW, vocabulary padded as ours, bf16 by autocast, no TF32", selection)
+        for device, there in (("cpu", options.device != "cuda"), ("cuda", options.device != "cpu" and gpu_words())):
+            rows = []
+            if there:
+                bench_generate(folder, options.wanted, device, rows)
+            if rows:
+                found = True
+                write_rows(results_path(machine_name(device), "generate.csv"), GENERATE_COLUMNS, rows, machine_words(device),
+                           f"random weights; {GENERATE_TOKENS} tokens a text, {GENERATE_SLOW} without the cache", selection)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if not cpu_rows and not gpu_rows:
+    if not cpu_rows and not gpu_rows and not found:
         raise Failed(f"--only '{options.only}' matches no configuration here")
 
 

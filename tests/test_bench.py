@@ -276,14 +276,16 @@ sys.exit(status)
 def bench_tiny(*arguments):
     """bench.py on the made-up GPU with one tiny configuration, its results in the test's folder."""
     sizes = "--layers 1 --heads 2 --dim 16 --vocab 257 --seq 32 --batch 2"
-    kept = bench.GPU_CONFIGURATIONS, bench.TRAIN, bench.results_path, sys.argv
+    kept = (bench.GPU_CONFIGURATIONS, bench.GENERATE, bench.GENERATE_DTYPES, bench.TRAIN, bench.results_path, sys.argv)
+    bench.GENERATE_DTYPES = {"cpu": ("fp32",), "cuda": ("fp32",)}
+    bench.GENERATE = [("little", sizes, 20, 1, True), ("little, twice", sizes, 20, 2, False)]
     bench.GPU_CONFIGURATIONS = [("tiny", sizes, "fp32", True), ("other", sizes, "fp32", False)]
     bench.TRAIN, bench.results_path = path("bin", "train_gpt"), lambda machine, name: path(f"{machine}-{name}")
     sys.argv = ["bench.py", *arguments]
     try:
         return call(bench.main)
     finally:
-        bench.GPU_CONFIGURATIONS, bench.TRAIN, bench.results_path, sys.argv = kept
+        (bench.GPU_CONFIGURATIONS, bench.GENERATE, bench.GENERATE_DTYPES, bench.TRAIN, bench.results_path, sys.argv) = kept
 
 
 def test_bench():
@@ -326,6 +328,21 @@ def test_bench():
             file.write(text.replace("driver 580.1", "driver 579"))
         status, output = bench_tiny("--device", "cuda", "--no-torch", "--only", "^tiny fp32")
         check(len(bench.read_rows(name)) == 1 and "579" in output, output)
+    with test("bench.py: text is written with and without the cache, the same tokens"):
+        status, output = bench_tiny("--device", "cpu", "--only", "^generate little")
+        check(status is None, status, output)
+        rows = bench.read_rows(path(f"{bench.machine_name()}-generate.csv"))
+        check([row["what"] for row in rows] == ["little", "little, twice"], rows, output)
+        for row, both in zip(rows, (True, False)):
+            check(float(row["tokens/s"]) > 0 and bool(row["tokens/s without cache"]) == both == bool(row["times faster"]),
+                  row)
+        right = bench.run_generate
+        bench.run_generate = lambda *given: (["x"], 2.0, 1) if "--no-cache" in given else right(*given)
+        try:
+            status, output = bench_tiny("--device", "cpu", "--only", "^generate little fp32")
+        finally:
+            bench.run_generate = right
+        check("without" in str(status), "other tokens without the cache are not an error:", status, output)
     with test("bench.py: a selection of nothing, and what is no regular expression"):
         status, output = bench_tiny("--device", "cuda", "--only", "nowhere")
         check("'nowhere' matches no configuration" in str(status), status, output)

@@ -288,10 +288,11 @@ static void print_speed(const Printer *printer, double began, double ended, int6
     int64_t drawn = 0;
     for (int64_t s = 0; s < printer->options->samples; s++) drawn += printer->texts[s].count;
     fprintf(stderr, "%lld token%s in %.2f s", (long long)drawn, drawn == 1 ? "" : "s", ended - began);
-    if (drawn > printer->options->samples) /* the first of each came of the prompt */
-        fprintf(stderr, ", %.1f tokens/s after %.0f ms for the prompt's %lld",
-                (double)(drawn - printer->options->samples) / (ended - printer->first), 1e3 * (printer->first - began),
-                (long long)prompt_count);
+    if (drawn > printer->options->samples) { /* the first of each came of the prompt */
+        double speed = (double)(drawn - printer->options->samples) / (ended - printer->first);
+        fprintf(stderr, ", %.*f tokens/s after %.0f ms for the prompt's %lld", speed < 10 ? 3 : 1, speed,
+                1e3 * (printer->first - began), (long long)prompt_count);
+    }
     fprintf(stderr, "\n");
 }
 
