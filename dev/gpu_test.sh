@@ -79,6 +79,7 @@ run_tool() {
     sanitized test_attention "$BUILD/tests/test_attention" again
     sanitized test_cuda_gpt "$BUILD/tests/test_cuda_gpt"
     sanitized test_cuda_layers "$BUILD/tests/test_cuda_layers"
+    sanitized test_decode "$BUILD/tests/test_decode"
     took="$(($(date +%s) - began)) s"
     clean=${finished#, }
     if [ -z "$faults" ]; then

@@ -531,7 +531,8 @@ def test_sanitize():
         check(status == 0 and [line.split(":")[0] for line in lines[:3]] ==
               [f"ok   compute-sanitizer {tool}" for tool in ("memcheck", "racecheck", "initcheck")], status, lines)
         check(lines[3:] == ["   3 passed, 0 failed, 0 skipped"], lines)
-        for name in ("train_gpt bf16", "train_gpt fp32", "test_attention", "test_cuda_gpt", "test_cuda_layers"):
+        for name in ("train_gpt bf16", "train_gpt fp32", "test_attention", "test_cuda_gpt", "test_cuda_layers",
+                     "test_decode"):
             check(name in lines[0], name, lines)
     for what, answer, words in (("what it found", "echo '========= RACECHECK SUMMARY: 3 hazards'; exit 99", "3 hazards"),
                                 ("that it did not finish", "sleep 20", "did not finish"),
