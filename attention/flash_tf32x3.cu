@@ -1,5 +1,5 @@
 /* flash_tf32x3.cu - flash attention for fp32 on tensor cores: every factor is split into two TF32 numbers, every product is
- * three of theirs, and the results are as exact as fp32 arithmetic's. For GPUs from sm_80 on.
+ * three of theirs, and the results err by as much as fp32 arithmetic's. For GPUs from sm_80 on.
  *
  * The algorithm is that of flash_simt.cu (Dao et al. 2022, Dao 2023). Forward: a block owns a tile of queries and walks the
  * keys up to the diagonal, a step of 32 at a time, with a running maximum, a running sum and O in registers. Backward
@@ -23,13 +23,15 @@
  *      lo lo        2^-22 of it, of either sign: left out
  *
  * Splitting takes three instructions a number (add half a unit, mask, subtract). Rounding instead of cutting hi off costs
- * one of them: cut off, lo would be of x's sign always, and lo lo add up over a sum. What stays in shared memory, as Q in
- * the forward, may be split once when it arrives; what passes is split by each warp that reads it, for reading hi and lo
- * from shared memory would take twice its clocks.
+ * one of them: cut off, lo would be of x's sign always, and lo lo add up over a sum. What stays in shared memory, as K and
+ * V where keys are owned, is split once when it arrives; what passes is split by each warp that reads it, for reading hi
+ * and lo from shared memory would take twice its clocks.
  *
- * Summing. A tensor core cuts its sums off towards zero, which adds up: after some hundred products of one sign an fp32
- * digit is lost. So an accumulator takes FRESH k8 steps at the most before it is added to the result in fp32 arithmetic,
- * and the small products do not meet the big ones on the way: they are summed apart, or before them.
+ * Summing. A tensor core cuts its sums off towards zero, which adds up over products of one sign. So an accumulator takes
+ * DOT_STEPS or SUM_STEPS k8 steps at the most before it is added to the result in fp32 arithmetic, and the small products
+ * do not meet the big ones on the way: they are summed apart, or before them. Under the emulation, which cuts as Ampere
+ * does, the worst LSE at logits of 1e5, T 300 and HS 64 has 1.25 of the error that tests/bounds.h allows with four steps
+ * over d, 0.95 with two, 0.65 with one.
  *
  * Fragments, lane = 4 g + q. S comes out as accumulators and goes into the next product as factor A, but m16n8k8 wants the
  * columns of A elsewhere than it leaves those of D. A sum over keys does not care for their order, so they are renamed:
@@ -48,8 +50,8 @@
  * shared memory, a clock.
  *
  *      a warp's step                          products           instructions      shared memory
- *      forward, 32 queries, 32 keys           384 = 614 clocks   1500 = 375        192 clocks
- *      dK, dV, dQ: 16 keys, 32 queries        480 = 768          2200 = 550        600
+ *      forward, 32 queries, 32 keys           384 = 614 clocks   1600 = 400        192 clocks
+ *      dK, dV, dQ: 16 keys, 32 queries        480 = 768          2400 = 600        600
  *
  * Were products alone to count, that would be 96 TFLOP/s at 132 SMs and 1.7 GHz, 68 for the deterministic backward. Global
  * memory: a block of the forward, four warps, reads 16 KB a step of 4 * 614 clocks, from the second-level cache: blocks are
@@ -92,7 +94,8 @@ namespace {
 enum {
     MAX_HS = 256,
     PAD = 4,               /* floats after each row in shared memory: see the essay on banks */
-    FRESH = 4,             /* k8 steps that one accumulator takes before it is added up in fp32 */
+    DOT_STEPS = 2,         /* k8 steps that an accumulator takes before it is added up in fp32: in sums over d */
+    SUM_STEPS = 4,         /* and in sums of rows, at the most */
     PREPARE_THREADS = 256, /* of the kernel for D */
     MAX_COLUMNS = 128,     /* of dK and dV that a block owns: more do not fit in registers */
 };
@@ -109,7 +112,7 @@ struct Tiling {
     int stages; /* steps in shared memory: 2 to load one while the other is used */
     int blocks; /* an SM, which bounds the registers */
     int wide;   /* 8-column pieces of an output that are summed up together */
-    int part;   /* k8 steps that they are summed over before that is added to the output; FRESH at the most */
+    int part;   /* k8 steps that they are summed over before that is added to the output */
     int split;  /* tiles that stay in shared memory and lie there split: 1 is Q (or K) alone, 2 dO (or V) as well */
 };
 
@@ -118,7 +121,7 @@ constexpr Tiling forward_tiling(int HSP)
     constexpr Tiling tilings64[] = {
         {2, 4, 32, 2, 2, 2, 4, 0}, /* 0 */
         {2, 4, 32, 2, 2, 2, 4, 1}, /* 1 */
-        {1, 4, 32, 2, 3, 2, 4, 0}, /* 2 */
+        {1, 4, 32, 2, 3, 2, 4, 1}, /* 2 */
         {1, 4, 64, 2, 2, 2, 4, 1}, /* 3 */
     };
     return HSP == 32    ? Tiling{2, 4, 32, 2, 2, 2, 2, 1}
@@ -136,16 +139,16 @@ constexpr Tiling keys_tiling(int HSP)
         {1, 4, 32, 2, 2, 4, 4, 0}, /* 2 */
         {1, 8, 32, 1, 1, 4, 4, 2}, /* 3 */
     };
-    return HSP == 32    ? Tiling{1, 4, 32, 2, 3, 4, 4, 1}
+    return HSP == 32    ? Tiling{1, 4, 32, 2, 2, 4, 4, 1}
            : HSP == 64  ? tilings64[KEYS_CONFIG]
-           : HSP == 96  ? Tiling{1, 4, 32, 1, 2, 2, 4, 0}
+           : HSP == 96  ? Tiling{1, 4, 32, 1, 2, 4, 4, 0}
            : HSP == 128 ? Tiling{1, 2, 16, 1, 4, 4, 2, 0}
                         : Tiling{1, 2, 16, 1, 2, 2, 2, 0};
 }
 
 constexpr Tiling queries_tiling(int HSP)
 {
-    return HSP == 32    ? Tiling{1, 4, 32, 2, 3, 4, 4, 1}
+    return HSP == 32    ? Tiling{1, 4, 32, 2, 2, 4, 4, 1}
            : HSP == 64  ? Tiling{1, 4, 32, 2, 2, 4, 4, 0}
            : HSP == 96  ? Tiling{1, 2, 32, 2, 2, 4, 4, 0}
            : HSP == 128 ? Tiling{1, 2, 16, 1, 4, 4, 2, 0}
@@ -263,19 +266,6 @@ __device__ __forceinline__ void store_four(const Matrix<float> &matrix, int row,
     if (left > 1) at[1] = v.y;
     if (left > 2) at[2] = v.z;
     if (left > 3) at[3] = v.w;
-}
-
-/* Adds to elements col and col+1 of a row, atomically. */
-__device__ __forceinline__ void add_two(const Matrix<float> &matrix, int row, int col, float2 v)
-{
-    if (row >= matrix.rows || col >= matrix.HS) return;
-    float *at = matrix.data + row * matrix.stride + col;
-    if (matrix.vectors) {
-        reduce_add_2(at, v);
-        return;
-    }
-    atomicAdd(at, v.x);
-    if (col + 1 < matrix.HS) atomicAdd(at + 1, v.y);
 }
 
 /* --- tiles in shared memory ------------------------------------------------------------------------------------------ */
@@ -417,39 +407,41 @@ __device__ __forceinline__ void multiply_big(float (&sum)[M][N][4], int n, const
         for (int m = 0; m < M; m++) mma_tf32(sum[m][n + i], a[m].hi, hi[2 * i], hi[2 * i + 1]);
 }
 
-/* S (16 M, 8 N), a warp's part: rows of A times rows of B, summed over d. */
+/* S (16 M, 8 N), a warp's part: rows of A times rows of B, summed over d < HS. */
 template <int HSP, bool SPLIT, bool A_IS_QUERY, int M, int N>
 __device__ __forceinline__ void dot_rows(float (&S)[M][N][4], SharedAddress a_at, int low, SharedAddress b_at, int HS)
 {
-    const int PITCH = pitch_of(HSP);
+    const int PITCH = pitch_of(HSP), CHUNK = HSP == 64 && M == 1 ? 64 : 32;
     float small[M][N][4];
     set_zero(S);
     set_zero(small);
-#pragma unroll(HSP <= 64 ? 2 : 1)
-    for (int part = 0; part < (HSP <= 64 ? HSP : HS); part += 8 * FRESH) {
-        float big[M][N][4];
-        set_zero(big);
+#pragma unroll 1
+    for (int d = 0; d < HS; d += CHUNK, a_at += 4 * CHUNK, b_at += 4 * CHUNK)
 #pragma unroll
-        for (int k = part; k < part + 8 * FRESH; k += 8) {
-            Factor a[M];
+        for (int part = 0; part < CHUNK; part += 8 * DOT_STEPS) {
+            float big[M][N][4];
+            set_zero(big);
 #pragma unroll
-            for (int m = 0; m < M; m++) load_factor<SPLIT>(a[m], a_at + (m * 16 * PITCH + k * 4), low);
+            for (int k = part; k < part + 8 * DOT_STEPS; k += 8) {
+                Factor a[M];
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                uint32_t hi[4], lo[4];
-                ldmatrix_x4(hi, b_at + (n * 8 * PITCH + k * 4));
-                split_four(hi, lo);
-                multiply_small<A_IS_QUERY>(small, n, a, hi, lo);
-                multiply_big(big, n, a, hi);
+                for (int m = 0; m < M; m++) load_factor<SPLIT>(a[m], a_at + (m * 16 * PITCH + k * 4), low);
+#pragma unroll
+                for (int n = 0; n < N; n += 2) {
+                    uint32_t hi[4], lo[4];
+                    ldmatrix_x4(hi, b_at + (n * 8 * PITCH + k * 4));
+                    split_four(hi, lo);
+                    multiply_small<A_IS_QUERY>(small, n, a, hi, lo);
+                    multiply_big(big, n, a, hi);
+                }
             }
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) S[m][n][e] += big[m][n][e];
         }
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) S[m][n][e] = HSP <= 64 && part == 0 ? big[m][n][e] : S[m][n][e] + big[m][n][e];
-    }
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -518,7 +510,7 @@ template <int WIDE, int PART, int HSP, bool PAIRS, bool SPLIT, typename Left, in
 __device__ __forceinline__ void add_rows(float (&out)[M][C][4], Keep<M> keep, const Left &left, SharedAddress y_at, int low)
 {
     const int PITCH = pitch_of(HSP);
-    static_assert(C % WIDE == 0 && WIDE % 2 == 0 && Left::K % PART == 0 && PART <= FRESH, "whole parts");
+    static_assert(C % WIDE == 0 && WIDE % 2 == 0 && Left::K % PART == 0 && PART <= SUM_STEPS, "whole parts");
 #pragma unroll(Left::UNROLL)
     for (int part = 0; part < Left::K; part += PART) {
         Factor a[PART][M];
@@ -965,14 +957,15 @@ struct KeysShape {
     static_assert(!WITH_DQ || SLICES == 1, "dQ is made of whole rows of K");
 };
 
-/* Starts to bring a step's queries. */
+/* Starts to bring a step's queries. Up to HS 64 there are registers for where they lie. */
 template <int HSP, bool WITH_DQ>
 __device__ __forceinline__ void load_queries(SharedAddress stage, const Backward &call, const Place &place, int query)
 {
     typedef KeysShape<HSP, WITH_DQ> Shape;
     const Sizes &sizes = call.sizes;
-    load_tile<Shape::STEP, HSP, Shape::THREADS>(stage, matrix_of(call.Q, anew(place), sizes), query);
-    load_tile<Shape::STEP, HSP, Shape::THREADS>(stage + Shape::OTHER, matrix_of(call.dO, anew(place), sizes), query);
+    const Place here = HSP > 64 ? anew(place) : place;
+    load_tile<Shape::STEP, HSP, Shape::THREADS>(stage, matrix_of(call.Q, here, sizes), query);
+    load_tile<Shape::STEP, HSP, Shape::THREADS>(stage + Shape::OTHER, matrix_of(call.dO, here, sizes), query);
     if (threadIdx.x < Shape::STEP)
         copy_async_16(stage + (2 * Shape::OTHER + threadIdx.x * 16),
                       call.queries + ((int64_t)anew(place.head) * sizes.T + query + threadIdx.x),
@@ -1074,6 +1067,24 @@ __device__ __forceinline__ void keys_again(const Backward &call, const Place &pl
     store_row<false>(columns_of(matrix_of(call.dV, place, sizes), col, COLUMNS), key, dV, 1.0f, lane);
 }
 
+/* Adds row g + 8 half of a piece, times factor, to memory: `to` is the place of its column 2q, `left` what there is of
+ * columns from there on. */
+template <int C>
+__device__ __forceinline__ void add_pairs(float *to, int left, int vectors, const float (&x)[C][4], int half, float factor)
+{
+    if (vectors && 8 * (C - 1) < left) {
+#pragma unroll
+        for (int c = 0; c < C; c++)
+            reduce_add_2(to + 8 * c, make_float2(x[c][2 * half] * factor, x[c][2 * half + 1] * factor));
+        return;
+    }
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+        if (8 * c < left) atomicAdd(to + 8 * c, x[c][2 * half] * factor);
+        if (8 * c + 1 < left) atomicAdd(to + (8 * c + 1), x[c][2 * half + 1] * factor);
+    }
+}
+
 /* Adds a step's dQ = dS K to memory: dS [STEP][KEYS + PAD], K from `key` on. A warp has 16 queries and a share of the
  * columns. */
 template <int HSP>
@@ -1093,13 +1104,11 @@ __device__ __forceinline__ void add_queries(const Backward &call, const Place &p
     uint32_t again = spoilt_rows(dQ, lane);
     const Matrix<float> out = matrix_of(call.dQ, anew(place), call.sizes);
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-        if (!(again >> (8 * half + lane.g) & 1)) {
-#pragma unroll
-            for (int c = 0; c < C; c++)
-                add_two(out, row + 8 * half + lane.g, col + 8 * c + 2 * lane.q,
-                        make_float2(dQ[0][c][2 * half] * call.sizes.scale, dQ[0][c][2 * half + 1] * call.sizes.scale));
-        }
+    for (int half = 0; half < 2; half++) {
+        int at = row + 8 * half + lane.g, left = out.HS - col - 2 * lane.q; /* columns from the lane's first on */
+        if (at < out.rows && !(again >> (8 * half + lane.g) & 1))
+            add_pairs(out.data + at * out.stride + col + 2 * lane.q, left, out.vectors, dQ[0], half, call.sizes.scale);
+    }
     for (; again; again &= again - 1) {
         int at = row + __ffs((int)again) - 1, end = at < key + Shape::KEYS ? at + 1 : key + Shape::KEYS;
         if (at < call.sizes.T) queries_again<COLUMNS, true>(call, place, at, key, end, col, lane);
