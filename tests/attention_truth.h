@@ -188,14 +188,15 @@ static inline void plain_row(Problem *problem, int64_t head, int64_t i, float *r
     if (max == -INFINITY) max = 0;
     for (int64_t j = 0; j <= i; j++) sum += p[j] = expf(p[j] - max);
     problem->plain[QUANTITY_LSE][head * T + i] = max + logf(sum);
+    float *o = problem->plain[QUANTITY_O] + base + i * HS;
     for (int64_t j = 0; j <= i; j++) {
         p[j] = round_to(p[j] / sum, dtype);
         ds[j] = dot_in_float(dout, V + j * HS, HS);
-        D += p[j] * ds[j];
+        add_scaled_float(o, p[j], V + j * HS, HS);
     }
+    for (int64_t d = 0; d < HS; d++) D += dout[d] * round_to(o[d], dtype); /* O as backward gets it, which is rounded */
     for (int64_t j = 0; j <= i; j++) ds[j] = round_to(scale * p[j] * (ds[j] - D), dtype);
     for (int64_t j = 0; j <= i; j++) {
-        add_scaled_float(problem->plain[QUANTITY_O] + base + i * HS, p[j], V + j * HS, HS);
         add_scaled_float(problem->plain[QUANTITY_DQ] + base + i * HS, ds[j], K + j * HS, HS);
         add_scaled_float(problem->plain[QUANTITY_DK] + base + j * HS, ds[j], q, HS);
         add_scaled_float(problem->plain[QUANTITY_DV] + base + j * HS, p[j], dout, HS);
