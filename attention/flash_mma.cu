@@ -158,9 +158,8 @@ struct Passes {
     __device__ __forceinline__ int place(int i, int j) const { return offset + i * STEP * HSP * 2 + j * PER * 16; }
 };
 
-/* Rows row .. row + ROWS - 1 of the matrix into a tile, zeros beyond its edges: the copies are queued, not waited for. */
-template <int HSP, int ROWS, int THREADS>
-__device__ __forceinline__ void load_tile(SharedAddress tile, const Matrix &matrix, int row)
+template <int HSP, int ROWS, int THREADS, bool VECTORS>
+__device__ __forceinline__ void load_tile_by(SharedAddress tile, const Matrix &matrix, int row)
 {
     typedef Passes<HSP, ROWS, THREADS> Mine;
     const Mine mine;
@@ -173,13 +172,21 @@ __device__ __forceinline__ void load_tile(SharedAddress tile, const Matrix &matr
         for (int j = 0; j < Mine::JUMPS; j++) {
             bool valid = row + i * Mine::STEP < matrix.rows && (mine.chunk + j * Mine::PER) * 8 < matrix.HS;
             SharedAddress to = tile + mine.place(i, j);
-            if (matrix.vectors) copy_async_16(to, valid ? at + j * Mine::PER * 8 : matrix.data, valid);
+            if (VECTORS) copy_async_16(to, valid ? at + j * Mine::PER * 8 : matrix.data, valid);
             else store_128(to, valid ? gather_eight(at + j * Mine::PER * 8) : make_uint4(0, 0, 0, 0));
         }
         at += Mine::STEP * matrix.stride;
         /* Without this the compiler keeps the addresses of all passes in registers from tile to tile. */
         asm volatile("" : "+l"(at));
     }
+}
+
+/* Rows row .. row + ROWS - 1 of the matrix into a tile, zeros beyond its edges: the copies are queued, not waited for. */
+template <int HSP, int ROWS, int THREADS>
+__device__ __forceinline__ void load_tile(SharedAddress tile, const Matrix &matrix, int row)
+{
+    if (matrix.vectors) load_tile_by<HSP, ROWS, THREADS, true>(tile, matrix, row);
+    else load_tile_by<HSP, ROWS, THREADS, false>(tile, matrix, row);
 }
 
 /* Has the part of the tile that this thread loaded a number that is none? After copies_wait, before the barrier. */
@@ -674,7 +681,7 @@ template <int HSP> struct QueriesShape;
 #define QUERIES_SHAPES(X) /* HSP, m16 tiles a warp, warps, keys a tile, Q and dO in registers, blocks an SM */ \
     X(32, 2, 4, 32, false, 3)                                                                                   \
     X(64, 2, 4, 32, false, 2)                                                                                   \
-    X(96, 2, 4, 32, false, 2)                                                                                   \
+    X(96, 2, 4, 16, false, 2)                                                                                   \
     X(128, 2, 4, 16, false, 2)                                                                                  \
     X(256, 1, 4, 16, false, 2)
 #endif
