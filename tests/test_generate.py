@@ -174,6 +174,17 @@ def byte_model():
     return path("bytes", "step_00000000")
 
 
+def wide_model():
+    """A model with GPT-2's vocabulary, trained on none of it, and a tokenizer of bytes that is not its own."""
+    if not os.path.isdir(path("wide")):
+        shards = os.path.join(write_corpus(path("wide_data")), "train_*.bin")
+        status, _, err = train(*TINY, "--train", shards, "--vocab", 50257, "--steps", 0, "--eval-every", 0, "--out",
+                               path("wide"))
+        check(status == 0, err)
+        write_tokenizer(path("tokenizer.bin"))
+    return path("wide")
+
+
 def shown(tokens):
     """What stdout should have of a text, given its tokens of bytes."""
     text = bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
@@ -322,6 +333,9 @@ def test_refusals():
         ("a directory without a tokenizer", 1, ["holds no tokenizer"], ["--init", model, "--tokenizer", plain]),
         ("a tokenizer of more tokens than the model's", 1, ["257 tokens", "61"],
          ["--init", plain, "--tokenizer", model, "--prompt", "a"]),
+        ("a tokenizer of far fewer tokens than the model's", 1,
+         ["--tokenizer", "257 tokens", "50257", "do not belong together"],
+         ["--init", wide_model(), "--tokenizer", path("tokenizer.bin"), "--prompt", "a"]),
         ("an unknown device", 2, ["--device", "'tpu'"], ["--init", model, "--device", "tpu"]),
         ("an unknown attention kernel", 2, ["'fast'"], ["--init", model, "--device", "cpu", "--attention", "fast"]),
         ("bf16 on the CPU", 2, ["--dtype bf16", "GPU"], ["--init", model, "--device", "cpu", "--dtype", "bf16"]),

@@ -41,6 +41,9 @@ int device_open(const DeviceChoice *choice, const Backend **backend, Stream **st
     return *stream ? 0 : STATUS_MACHINE;
 }
 
+/* A vocabulary may exceed its tokenizer's by less than this: models are padded to multiples of 64 or 128. */
+enum { PADDING = 128 };
+
 int inference_find(Inference *inference, const char *init, const char *tokenizer, Error *error)
 {
     Inference *m = inference;
@@ -61,6 +64,9 @@ int inference_find(Inference *inference, const char *init, const char *tokenizer
     if (m->tokenizer && tokenizer_vocab(m->tokenizer) > m->info.config.vocab)
         error_set(error, "%s: its tokenizer has %lld tokens, its model only %lld", *tokenizer ? tokenizer : m->path,
                   (long long)tokenizer_vocab(m->tokenizer), (long long)m->info.config.vocab);
+    else if (m->tokenizer && *tokenizer && m->info.config.vocab >= tokenizer_vocab(m->tokenizer) + PADDING)
+        error_set(error, "--tokenizer %s: has %lld tokens, the model of %s %lld: they do not belong together", tokenizer,
+                  (long long)tokenizer_vocab(m->tokenizer), m->path, (long long)m->info.config.vocab);
     return error->text[0] ? STATUS_MACHINE : 0;
 }
 
@@ -91,7 +97,6 @@ int inference_load(Inference *inference, const GptOptions *options, Error *error
 int tokenizer_check(const Tokenizer *data, const char *directory, const Tokenizer *own, const char *model, int64_t vocab,
                     const char *remedy, Error *error)
 {
-    enum { PADDING = 128 };
     int64_t found = tokenizer_vocab(data);
     if (!own) {
         if (vocab < found + PADDING || !remedy) return 0;

@@ -35,7 +35,8 @@ int device_open(const DeviceChoice *choice, const Backend **backend, Stream **st
 
 /* Fills path, info and tokenizer, the rest with zeros. `init` is what --init takes, or a run's directory; `tokenizer` a
  * tokenizer.bin or a directory with a tokenizer, "" for the one beside the model. A tokenizer of more tokens than the model
- * has is an error. Returns 0 or the exit status; close it in either case. */
+ * has is an error, and so is one that was named and has fewer by more than padding: most of what the model writes would have
+ * no text. Returns 0 or the exit status; close it in either case. */
 int inference_find(Inference *inference, const char *init, const char *tokenizer, Error *error);
 
 /* Opens device and attention kernel for a found model, for batches of options.batch x options.sequence tokens. Returns 0 or
