@@ -66,6 +66,19 @@ int64_t shards_windows(const ShardSet *set, int64_t T)
     return windows;
 }
 
+/* What else a magic of llm.c begins, or NULL. Headerless tokens of GPT-2 never look so: the first would be 55238 or more,
+ * beyond its vocabulary. */
+static const char *foreign_kind(uint32_t magic)
+{
+    switch (magic) {
+    case 20240326: return "a model of llm.c";
+    case 20240327: return "an optimizer's state of llm.c";
+    case 20240328: return "a tokenizer";
+    case 20240522: return "an evaluation file of llm.c";
+    default: return NULL;
+    }
+}
+
 /* Tells the form of a mapped file by its first bytes and fills width, tokens and count. Returns 0 or -1. */
 static int shard_interpret(Shard *shard, Error *error)
 {
@@ -75,6 +88,9 @@ static int shard_interpret(Shard *shard, Error *error)
     memcpy(header, bytes, size < (int64_t)sizeof header ? (size_t)size / 4 * 4 : sizeof header);
     int is_uint16 = header[0] == MAGIC_UINT16, is_uint32 = header[0] == MAGIC_UINT32;
 
+    const char *foreign = foreign_kind(header[0]);
+    if (foreign) return error_set(error, "%s: magic %u at byte 0: it is %s, expected a shard of tokens", shard->path,
+                                  header[0], foreign);
     if (!is_uint16 && !is_uint32) {
         shard->width = 2;
         shard->tokens = bytes;

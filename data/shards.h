@@ -3,7 +3,8 @@
  * Three forms are read, told apart by their first four bytes (little-endian int32):
  *   magic 20240520, version 1, count : 1024-byte header of 256 int32, then `count` uint16 tokens (llm.c, GPT-2);
  *   magic 20240801, version 7, count : the same header, then uint32 tokens (llm.c, Llama 3);
- *   anything else                    : no header, uint16 tokens to the end of the file (nanoGPT).
+ *   anything else                    : no header, uint16 tokens to the end of the file (nanoGPT); but the magics of llm.c's
+ *                                      models, tokenizers and evaluation files are errors.
  * A count of -1 or one that disagrees with the file's size is an error that names both. Counts above 2^31 are carried by
  * the file's size: the header field then holds the low 32 bits, and must agree with them.
  *

@@ -101,6 +101,10 @@ def test_faults():
     case("zeros at the end", "the last 1024 tokens are all 0", good + [0] * 1024)
     case("a shard cut short", "truncated", data=header + b"\1\0" * 99)
     case("an empty file", "empty", data=b"")
+    for name, magic, words in (("a model", 20240326, "a model of llm.c"), ("an optimizer", 20240327, "an optimizer's state"),
+                               ("a tokenizer", 20240328, "a tokenizer"), ("questions", 20240522, "an evaluation file")):
+        case(f"no shard but {name}", f"magic {magic} at byte 0: it is {words}",
+             data=struct.pack("<256i", magic, 3, *[0] * 254))
     case("another version", "version 9", data=struct.pack("<256i", 20240520, 9, 4, *[0] * 253) + b"\1\0" * 4)
     for name, words, path, options in cases:
         with test(f"faults: {name}: said below the shard, counted at the end, status 1"):

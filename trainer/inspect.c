@@ -49,7 +49,9 @@ static void print_help(void)
            "  --vocab V         tokens in the vocabulary; without it, as the tokenizer says\n"
            "  --windows N       windows to show, spread over the shard [3]\n"
            "  --length N        tokens of a window [64]\n"
-           "  --top N           tokens of the histogram, the most frequent [12]\n");
+           "  --top N           tokens of the histogram, the most frequent [12]\n"
+           "  --help            print this\n\n"
+           "Exit status: 0 no faults, 1 faults or a file that cannot be read, 2 a wrong option.\n");
 }
 
 /* --- counting --------------------------------------------------------------------------------------------------------- */
