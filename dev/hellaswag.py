@@ -63,6 +63,9 @@ def read_line(line, encode):
         raise Fault("has no list \"endings\" of at least two texts")
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < len(endings):
         raise Fault(f"has no \"label\" from 0 to {len(endings) - 1} (the test set is published without)")
+    for text in (context, *endings):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise Fault("holds half a surrogate pair, which is no character")
     return encode(context), [encode(" " + ending) for ending in endings], label
 
 

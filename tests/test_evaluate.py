@@ -368,6 +368,8 @@ def test_script():
     cases = [
         ("no JSON", "{", ["line 2", "is no JSON"]),
         ("no text", {"endings": ["a", "b"], "label": 0}, ["ctx"]),
+        ("half a character", {"ctx": "\ud800", "endings": ["b", "c"], "label": 0}, ["surrogate"]),
+        ("half a character in an ending", {"ctx": "a", "endings": ["b", "c\udfff"], "label": 0}, ["surrogate"]),
         ("one ending", {"ctx": "a", "endings": ["b"], "label": 0}, ["endings", "at least two"]),
         ("no label, as in the test set", {"ctx": "a", "endings": ["b", "c"]}, ["label", "0 to 1"]),
         ("a label beyond its endings", {"ctx": "a", "endings": ["b", "c"], "label": 2}, ["label"]),
