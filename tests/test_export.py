@@ -135,7 +135,8 @@ def test_refusals():
     with test("export: wrong options, each one sentence"):
         for words, arguments in (("--to is missing: llmc, llmc-bf16", []), ("--to: got 'onnx'", ["--to", "onnx", "a", "b"]),
                                  ("got 1 paths, expected two", ["--to", "hf", "a"]), ("got 3", ["--to", "hf", *"abc"]),
-                                 ("--to needs a value", ["--to"]), ("option '--form'", ["--form", "hf", "a", "b"])):
+                                 ("--to needs a value", ["--to"]), ("option '--form'", ["--form", "hf", "a", "b"]),
+                                 ("a path is empty", ["--to", "hf", "", "b"]), ("a path is empty", ["--to", "hf", "a", ""])):
             refused(2, [words], "export", *arguments)
         status, out, err = export("--help")
         check(status == 0 and all(word in out for word in ("llmc", "hf", "bf16")) and not err, out, err)

@@ -13,9 +13,9 @@
 
 static const struct { const char *name, *help; ModelFormat format; } formats[] = {
     {"llmc", "one file as llm.c reads it, fp32 (version 3)", MODEL_LLMC},
-    {"llmc-bf16", "the same in bf16 (version 5)", MODEL_LLMC_BF16},
+    {"llmc-bf16", "one file as llm.c reads it, bf16 (version 5)", MODEL_LLMC_BF16},
     {"hf", "a directory that transformers opens, fp32", MODEL_HF},
-    {"bf16", "the same in bf16", MODEL_BF16},
+    {"bf16", "a directory that transformers opens, bf16", MODEL_BF16},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 _Static_assert((int)FORMATS == (int)MODEL_FORMATS, "every format has a name");
@@ -26,6 +26,7 @@ static void print_help(void)
            "its newest checkpoint, a GPT-2 of Hugging\nFace, or a file of llm.c) to OUT, which must not exist. FORMAT is one "
            "of\n");
     for (int i = 0; i < FORMATS; i++) printf("  %-10s %s\n", formats[i].name, formats[i].help);
+    printf("\nOption --help prints this.\n");
 }
 
 /* A model without gradients on the CPU: all that files need. */
@@ -91,6 +92,7 @@ int export_run(int argc, char **argv, Error *error)
     else if (format == FORMATS) error_set(error, "export: --to: got '%s', expected llmc, llmc-bf16, hf or bf16", to);
     else if (argc - optind != 2)
         error_set(error, "export: got %d paths, expected two: the model to read and what to write", argc - optind);
+    else if (!*argv[optind] || !*argv[optind + 1]) error_set(error, "export: a path is empty, expected the model and OUT");
     else return export_model(argv[optind], argv[optind + 1], format, error);
     return STATUS_OPTION;
 }
