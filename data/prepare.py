@@ -231,6 +231,8 @@ class Staging:
     def __init__(self, out, force):
         self.out, self.path = out, os.path.join(out, ".prepare")
         self.made = not os.path.isdir(out)
+        if self.made and os.path.lexists(out):
+            raise Fault(f"{out}: is no directory, expected one to write to, or a name that is free")
         os.makedirs(out, exist_ok=True)
         found = self.outputs()
         if found and not force:

@@ -296,7 +296,7 @@ def write_page(runs, path):
         with open(path, "w", encoding="utf-8") as file:
             file.write(before + json.dumps(data).replace("<", "\\u003c") + after)
     except OSError as fault:
-        raise Fault(f"{fault.filename}: {fault.strerror}") from None
+        raise Fault(f"{fault.filename or path}: {fault.strerror}") from None
     print(f"wrote {path}")
 
 

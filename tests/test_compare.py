@@ -118,7 +118,10 @@ def test_bad_input():
     with test("a missing run, an empty one and an unknown key are sentences"):
         empty = write_run("empty", {})
         for arguments, words in (((path("nowhere"), a), "No such file"), ((a, empty), "no step"),
-                                 ((a, a, "--key", "speed"), "has no speed")):
+                                 ((a, a, "--key", "speed"), "has no speed"),
+                                 ((a, a, "--html", path("no/page.html")), "no/page.html: No such file"),
+                                 *([((a, a, "--html", "/dev/full"), "/dev/full: No space")] if os.path.exists("/dev/full")
+                                   else [])):
             status, _, errors = compare(*arguments)
             check(status == 2 and words in errors and "Traceback" not in errors, status, errors)
 
