@@ -115,9 +115,16 @@ static int setup_start(Trainer *t)
             error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
             return EXIT_MACHINE;
         }
+        *t->error.text = 0;
+        int found = 0;
+        if (files_is_directory(o->init))
+            found = checkpoint_newest(o->init, t->start_path, sizeof t->start_path, &t->error);
+        if (found < 0) return EXIT_MACHINE;
+        if (*t->error.text) printf("init     %s\n", t->error.text); /* damaged checkpoints that were passed over */
+        const char *init = found ? t->start_path : o->init;
         char absolute[2 * PATH_BYTES]; /* a run that is resumed may be resumed elsewhere */
-        const char *place = *o->init == '/' ? "" : getcwd(path, sizeof path);
-        snprintf(absolute, sizeof absolute, "%s%s%s", place ? place : ".", *o->init == '/' ? "" : "/", o->init);
+        const char *place = *init == '/' ? "" : getcwd(path, sizeof path);
+        snprintf(absolute, sizeof absolute, "%s%s%s", place ? place : ".", *init == '/' ? "" : "/", init);
         o->init = options_own(o, absolute);
         if (!o->init) {
             error_set(&t->error, "not enough memory");
@@ -693,11 +700,9 @@ int main(int argc, char **argv)
     while (command < COMMAND_COUNT && (argc < 2 || strcmp(argv[1], COMMANDS[command].name))) command++;
     int status = command < COMMAND_COUNT ? COMMANDS[command].run(argc - 1, argv + 1, &t->error)
                  : options_parse(&t->options, &t->given, argc, argv, &t->error) ? EXIT_OPTION : 0;
-    if (command < COMMAND_COUNT) {
-        fflush(stdout);
-    } else if (!status && t->options.help) {
+    if (command == COMMAND_COUNT && !status && t->options.help) {
         options_help();
-    } else if (!status) {
+    } else if (command == COMMAND_COUNT && !status) {
         status = setup(t);
         if (!status && !t->options.list_attention) {
             status = train(t) ? -1 : report(t);
@@ -705,6 +710,8 @@ int main(int argc, char **argv)
         }
         if (status < 0) status = EXIT_MACHINE;
     }
+    if (!status && (command < COMMAND_COUNT || t->options.help || t->options.list_attention))
+        status = process_flush(&t->error);
     if (status && status != EXIT_STOPPED) {
         fflush(stdout);
         fprintf(stderr, "train_gpt: %s\n", t->error.text);

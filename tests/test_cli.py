@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +16,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from check import check, end, skip, test  # noqa: E402
 from prepare import pack_tokenizer  # noqa: E402
-from trainer_runs import ROOT, TINY, TRAIN, read_log, train, write_corpus, write_shard, write_tokenizer  # noqa: E402
+from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, read_log, train, write_corpus, write_shard,  # noqa: E402
+                          write_tokenizer)
 from vocabulary import Tokenizer  # noqa: E402
 
 TMP = tempfile.mkdtemp(prefix="flashgpt-cli-")
@@ -211,6 +213,37 @@ def good_use():
         run = os.path.join(TMP, "zero")
         status, out, err = train(*TINY, "--vocab", 50, "--steps", 0, "--out", run)
         check(status == 0 and os.path.isdir(run + "/step_00000000"), out, err)
+    with test("--init takes a run: its newest checkpoint, also where a newer one is damaged"):
+        run, new, old = (os.path.join(TMP, name) for name in ("started", "from_run", "from_checkpoint"))
+        options = [*SMALL, "--steps", 4, "--save-every", 2, "--eval-every", 0]
+        status, out, err = train(*options, "--out", run)
+        check(status == 0, err)
+        for damage in (False, True):
+            if damage:
+                os.truncate(run + "/step_00000004/model.safetensors", 50)
+            newest = run + f"/step_0000000{2 if damage else 4}"
+            for source, target in ((run, new), (newest, old)):
+                shutil.rmtree(target, ignore_errors=True)
+                status, out, err = train(*options, "--init", source, "--out", target)
+                check(status == 0 and newest in out, newest, out, err)
+            check(checkpoint_bytes(new + "/step_00000004") == checkpoint_bytes(old + "/step_00000004"), "other weights")
+        check("step_00000004" in train(*options, "--init", run)[1], "the damaged checkpoint is not named")
+    with test("commands whose answer cannot be written fail; a reader that went away ends them quietly"):
+        if not os.path.exists("/dev/full"):
+            skip("no /dev/full")
+        run = os.path.join(TMP, "from_run")
+        for command in (["--help"], [*SMALL, "--list-attention"], ["inspect", DATA], ["evaluate", "--init", run, "--val",
+                        os.path.join(DATA, "val_*.bin")], ["generate", "--help"]):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([TRAIN, *map(str, command)], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+            check(done.returncode == 1 and done.stderr.startswith("train_gpt: standard output c") and
+                  done.stderr.count("\n") == 1, command, done.returncode, done.stderr)
+            reader, writer = os.pipe()
+            os.close(reader)
+            done = subprocess.run([TRAIN, *map(str, command)], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+            os.close(writer)
+            # A second write may meet the signal's usual end: one is caught, so that a run can save.
+            check(done.returncode in (130, -signal.SIGPIPE) and not done.stderr, command, done.returncode, done.stderr)
     with test("a log line holds what is promised, a sample is drawn and logged"):
         run = os.path.join(TMP, "logged")
         status, out, err = train(*TINY, "--data", DATA, "--steps", 4, "--eval-every", 2, "--sample-every", 4,

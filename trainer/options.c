@@ -30,7 +30,8 @@ static const OptionRow TABLE[] = {
     {"vocab", OPTION_COUNT, FIELD(vocab), "0", 0, 268435456, "V", FIXED,
      "tokens in the vocabulary; 0: as tokenizer.bin says, else 50257"},
     {"init", OPTION_TEXT, FIELD(init), "random", 0, 0, "random|PATH", NOT_KEPT,
-     "start from random weights, a checkpoint, a GPT-2 of Hugging Face (directory or .safetensors), or llm.c's .bin"},
+     "start from random weights, a checkpoint, a run (its newest), a GPT-2 of Hugging Face (directory or .safetensors), or "
+     "llm.c's .bin"},
     {"out", OPTION_TEXT, FIELD(out), "", 0, 0, "DIR", NOT_KEPT,
      "run directory for logs and checkpoints; without it nothing is written"},
     {"resume", OPTION_FLAG, FIELD(resume), "0", 0, 1, NULL, NOT_KEPT,

@@ -1,6 +1,8 @@
 #include "trainer/process.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -33,4 +35,15 @@ void process_prepare(void)
     action.sa_handler = cut_handler;
     sigaction(SIGBUS, &action, NULL);
     signal(SIGXFSZ, SIG_IGN);
+}
+
+int process_flush(Error *error)
+{
+    errno = 0;
+    if (!fflush(stdout) && !ferror(stdout)) return 0;
+    if (process_stop) return STATUS_STOPPED;
+    /* An earlier flush may have met the fault: its cause is gone by now, the stream's error is not. */
+    if (errno) error_set(error, "standard output cannot be written: %s", strerror(errno));
+    else error_set(error, "standard output could not be written in full");
+    return STATUS_MACHINE;
 }

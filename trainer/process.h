@@ -4,6 +4,8 @@
 
 #include <signal.h>
 
+#include "data/error.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -19,6 +21,10 @@ extern volatile sig_atomic_t process_stop;
  * write under a file-size limit becomes an error of that write. A mapped file that is cut short under the process ends it with a
  * sentence. */
 void process_prepare(void);
+
+/* To be called last where standard output is all that was asked for: what did not arrive there is no success. Returns 0,
+ * STATUS_STOPPED where its reader went away, or STATUS_MACHINE with the sentence. */
+int process_flush(Error *error);
 
 #ifdef __cplusplus
 }
