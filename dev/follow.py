@@ -181,9 +181,16 @@ def follow(options):
         try:
             with open(path, encoding="utf-8") as file:
                 config = json.load(file)
-        except ValueError as fault:
+        except (ValueError, RecursionError) as fault:
             raise Fault(f"{path}: is no JSON: {fault}") from None
-    steps = config.get("steps") if isinstance(config, dict) else None
+        if not isinstance(config, dict):
+            raise Fault(f"{path}: is {type(config).__name__}, expected an object with the options of the run")
+    steps = config.get("steps")
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool)):
+        raise Fault(f"{path}: steps is {json.dumps(steps)[:60]}, expected an integer")
+    log = os.path.join(options.run, "log.jsonl")
+    if options.once and not os.path.exists(log):  # else it may yet come
+        raise Fault(f"{log}: no such file: the run has logged nothing, or {options.run} is that of no run")
     sink = open_sink(options.run, config, options)
     try:
         follower = Follower(options.run, sink)

@@ -156,14 +156,22 @@ def main():
         write_run("options", [step(1, 4.0)], steps=1)
         with open(path_of("options", "config.json"), "w") as file:
             file.write("{")
+        for name, text in (("list", "[1]"), ("word", '{"steps": "many"}')):
+            with open(os.path.join(write_run(name, [step(1, 4.0)]), "config.json"), "w") as file:
+                file.write(text)
+        os.makedirs(path_of("data"))
         for packages, arguments, words in ((none, [path_of("run")], "tensorboardX or wandb"),
                                            (none, [path_of("run"), "--to", "wandb"], "-m pip install wandb"),
                                            (board, [path_of("nowhere")], "nowhere: is no directory"),
                                            (board, [path_of("bad"), "--once"], "log.jsonl:2: expected an object"),
                                            (board, [path_of("stepless"), "--once"], "log.jsonl:1: expected an object"),
-                                           (board, [path_of("options")], "config.json: is no JSON")):
+                                           (board, [path_of("options")], "config.json: is no JSON"),
+                                           (board, [path_of("list")], "config.json: is list, expected an object"),
+                                           (board, [path_of("word")], 'config.json: steps is "many", expected an integer'),
+                                           (board, [path_of("data"), "--once"], "log.jsonl: no such file")):
             status, output, errors = finish(start(packages, *arguments))
             check(status == 1 and words in errors and errors.count("\n") == 1, arguments, status, errors)
+        check(not os.listdir(path_of("data")), "a directory of no run was written to:", os.listdir(path_of("data")))
     shutil.rmtree(TMP, ignore_errors=True)
     end()
 
