@@ -115,13 +115,9 @@ static int setup_start(Trainer *t)
             error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
             return EXIT_MACHINE;
         }
-        *t->error.text = 0;
-        int found = 0;
-        if (files_is_directory(o->init))
-            found = checkpoint_newest(o->init, t->start_path, sizeof t->start_path, &t->error);
-        if (found < 0) return EXIT_MACHINE;
-        if (*t->error.text) printf("init     %s\n", t->error.text); /* damaged checkpoints that were passed over */
-        const char *init = found ? t->start_path : o->init;
+        int status = inference_path(o->init, t->start_path, sizeof t->start_path, &t->error);
+        if (status) return status;
+        const char *init = t->start_path;
         char absolute[2 * PATH_BYTES]; /* a run that is resumed may be resumed elsewhere */
         const char *place = *init == '/' ? "" : getcwd(path, sizeof path);
         snprintf(absolute, sizeof absolute, "%s%s%s", place ? place : ".", *init == '/' ? "" : "/", init);

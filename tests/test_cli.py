@@ -227,7 +227,10 @@ def good_use():
                 status, out, err = train(*options, "--init", source, "--out", target)
                 check(status == 0 and newest in out, newest, out, err)
             check(checkpoint_bytes(new + "/step_00000004") == checkpoint_bytes(old + "/step_00000004"), "other weights")
-        check("step_00000004" in train(*options, "--init", run)[1], "the damaged checkpoint is not named")
+        for command in ([*options], ["generate", "--device", "cpu"], ["evaluate", "--val", DATA + "/val_*.bin"]):
+            command[1 if command[0] in ("generate", "evaluate") else 0:0] = ["--init", run]
+            status, out, err = train(*command)
+            check(status == 0 and "step_00000002 is read: " in err and "step_00000004" in err, command, status, err)
     with test("commands whose answer cannot be written fail; a reader that went away ends them quietly"):
         if not os.path.exists("/dev/full"):
             skip("no /dev/full")

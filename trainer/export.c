@@ -5,10 +5,10 @@
 #include <string.h>
 
 #include "attention/attention.h"
-#include "data/checkpoint.h"
 #include "data/files.h"
 #include "data/model.h"
 #include "layers/cpu.h"
+#include "trainer/inference.h"
 #include "trainer/process.h"
 
 static const struct { const char *name, *help; ModelFormat format; } formats[] = {
@@ -40,15 +40,13 @@ static Gpt *model_open(const GptConfig *config, Stream *stream, Error *error)
     return gpt_create(config, &options, &backend_cpu_fp32, stream, kernel, error->text, sizeof error->text);
 }
 
-static int export_model(const char *from, const char *out, int format, Error *error)
+static int export_model(const char *source, const char *out, int format, Error *error)
 {
-    char newest[FILES_PATH];
+    char from[FILES_PATH];
     BackendOptions choice = {0};
     ModelInfo info;
     int status = STATUS_MACHINE;
-    int found = files_is_directory(from) ? checkpoint_newest(from, newest, sizeof newest, error) : 0;
-    if (found < 0 || model_inspect(found ? newest : from, &info, error)) return STATUS_MACHINE;
-    if (found) from = newest;
+    if (inference_path(source, from, sizeof from, error) || model_inspect(from, &info, error)) return STATUS_MACHINE;
     error->text[0] = 0;
     Tokenizer *tokenizer = model_tokenizer(from, error);
     if (!tokenizer && error->text[0]) return STATUS_MACHINE;

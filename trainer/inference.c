@@ -41,6 +41,18 @@ int device_open(const DeviceChoice *choice, const Backend **backend, Stream **st
     return *stream ? 0 : STATUS_MACHINE;
 }
 
+int inference_path(const char *init, char *path, size_t size, Error *error)
+{
+    error->text[0] = 0;
+    int found = files_is_directory(init) ? checkpoint_newest(init, path, size, error) : 0;
+    if (found < 0) return STATUS_MACHINE;
+    if (found && error->text[0]) fprintf(stderr, "train_gpt: %s is read: %s\n", path, error->text);
+    error->text[0] = 0;
+    if (found || (size_t)snprintf(path, size, "%s", init) < size) return 0;
+    error_set(error, "%.200s...: the path is longer than %zu bytes", init, size - 1);
+    return STATUS_OPTION;
+}
+
 /* A vocabulary may exceed its tokenizer's by less than this: models are padded to multiples of 64 or 128. */
 enum { PADDING = 128 };
 
@@ -48,13 +60,8 @@ int inference_find(Inference *inference, const char *init, const char *tokenizer
 {
     Inference *m = inference;
     memset(m, 0, sizeof *m);
-    error->text[0] = 0;
-    int found = files_is_directory(init) ? checkpoint_newest(init, m->path, sizeof m->path, error) : 0;
-    if (found < 0) return STATUS_MACHINE;
-    if (!found && snprintf(m->path, sizeof m->path, "%s", init) >= (int)sizeof m->path) {
-        error_set(error, "--init: the path is longer than %d bytes", FILES_PATH - 1);
-        return STATUS_OPTION;
-    }
+    int status = inference_path(init, m->path, sizeof m->path, error);
+    if (status) return status;
     if (model_inspect(m->path, &m->info, error)) return STATUS_MACHINE;
     error->text[0] = 0;
     if (!*tokenizer) m->tokenizer = model_tokenizer(m->path, error);

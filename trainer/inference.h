@@ -33,6 +33,11 @@ typedef struct DeviceChoice {
  * or the exit status with a sentence. */
 int device_open(const DeviceChoice *choice, const Backend **backend, Stream **stream, Error *error);
 
+/* Writes to path, of `size` bytes, where the model lies that `init` means: in a run's newest complete checkpoint, at init
+ * itself where that is no run. Where newer checkpoints are damaged and passed over, standard error says so. Fails where all
+ * are, and on a path that is too long. Returns 0 or the exit status with a sentence. */
+int inference_path(const char *init, char *path, size_t size, Error *error);
+
 /* Fills path, info and tokenizer, the rest with zeros. `init` is what --init takes, or a run's directory; `tokenizer` a
  * tokenizer.bin or a directory with a tokenizer, "" for the one beside the model. A tokenizer of more tokens than the model
  * has is an error, and so is one that was named and has fewer by more than padding: most of what the model writes would have
