@@ -329,5 +329,18 @@ def main(arguments):
     return 1 if faults else 0
 
 
+def main_of_process():
+    """main, for which a reader of stdout that goes away is an end and a full disk a sentence."""
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+        return status
+    except OSError as fault:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered would be tried again at the exit
+        if not isinstance(fault, BrokenPipeError):
+            print(f"compare.py: standard output cannot be written: {fault.strerror}", file=sys.stderr)
+        return 141 if isinstance(fault, BrokenPipeError) else 2
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main_of_process())

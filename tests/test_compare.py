@@ -97,6 +97,21 @@ def test_limits():
         check(status == 1 and "common" in errors, status, errors)
 
 
+def test_output():
+    a, b = write_run("out_a", {1: 4.0}), write_run("out_b", {1: 4.5})
+    with test("stdout that nobody reads ends it quietly, a full disk with a sentence, and neither in success"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([sys.executable, COMPARE, a, b], stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        check(done.returncode == 141 and not done.stderr, done.returncode, done.stderr)
+        if os.path.exists("/dev/full"):
+            with open("/dev/full", "w", encoding="utf-8") as full:
+                done = subprocess.run([sys.executable, COMPARE, a, b], stdout=full, stderr=subprocess.PIPE, text=True)
+            check(done.returncode == 2 and done.stderr == "compare.py: standard output cannot be written: No space left on "
+                  "device\n", done.returncode, done.stderr)
+
+
 def test_bad_input():
     a = write_run("a", {1: 4.0})
     for name, extra, words in (("cut", '{"step": 2, "lo\n', ":2: not JSON"), ("list", "[1, 2]\n", ":2: is list"),
@@ -173,6 +188,7 @@ def test_picture():
 
 test_figures()
 test_limits()
+test_output()
 test_bad_input()
 test_picture()
 end()
