@@ -50,7 +50,7 @@ OPTIONS = [
     ("dim", 0, "channels, divisible by heads; 0: as the model says"),
     ("context", 0, "positions the model can see; 0: 1024 for a named model, else --seq"),
     ("vocab", 0, "tokens in the vocabulary; 0: as tokenizer.bin says, else 50257"),
-    ("init", "random", "random, a checkpoint directory, or a .safetensors file"),
+    ("init", "random", "random, a checkpoint directory, a run (its newest checkpoint), or a .safetensors file"),
     ("out", "", "directory for log.jsonl, config.json and checkpoints; without it nothing is written"),
     ("batch", 4, "sequences in a micro-step"),
     ("seq", 1024, "tokens in a sequence, at most the context"),
@@ -222,8 +222,17 @@ def resolve_options(options, given):
         options.warmup = options.steps // 10
 
 
+def newest_checkpoint(path):
+    """Of a run's directory its newest checkpoint, else the path itself."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    steps = [name for name in names if re.fullmatch(r"step_\d{8,}", name) and
+             os.path.exists(os.path.join(path, name, "model.safetensors"))]
+    return os.path.join(path, max(steps, key=lambda name: int(name[5:]))) if steps else path
+
+
 def resolve_from_checkpoint(options, given):
     """The shape that the config.json of a checkpoint directory says, or the one beside a .safetensors file."""
+    options.init = newest_checkpoint(options.init)
     folder = options.init if os.path.isdir(options.init) else os.path.dirname(options.init)
     path = os.path.join(folder, "config.json")
     config = read_json(path)

@@ -134,6 +134,9 @@ def test_start():
         again = reference.read_safetensors(os.path.join(back, "model.safetensors"))
         check(all(torch.equal(again[name], right[name]) for name in right), "a tensor changed")
         data = write_corpus(path("seed_data"))
+        run = os.path.join(run_twin("seed_run", "--init", os.path.dirname(twin), "--steps", 0), "step_00000000")
+        again = reference.read_safetensors(os.path.join(run, "model.safetensors"))
+        check(all(torch.equal(again[name], right[name]) for name in right), "a run has other tensors than its checkpoint")
         file = ["--init", os.path.join(twin, "model.safetensors"), "--steps", 0]
         alone = os.path.join(run_twin("seed_file", *file), "step_00000000", "model.safetensors")
         again = reference.read_safetensors(alone)
