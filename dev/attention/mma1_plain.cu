@@ -22,21 +22,21 @@
  * transposed, so that P^T and dS^T are left factors as they come out. Nothing is added up by two blocks, hence all is
  * deterministic.
  *
- * On the diagonal blocks of 16 x 16 that a warp does not see are skipped, the rest is masked. A weight of 0 does not keep NaN out of a
- * sum; so what is not finite is taken out of the diagonal's right factor, and rows that do see it get their NaN in the end.
+ * On the diagonal, blocks of 16 x 16 that a warp does not see are skipped, the rest is masked. A weight of 0 does not keep
+ * NaN out of a sum; so what is not finite is taken out of the diagonal's right factor, and rows that do see it get their NaN
+ * in the end.
  *
- * Memory: a tile is rows of WIDTH bf16, one behind the other. Global memory is read 16 bytes a thread; each tile T / 64
- * times. Then the warps read all of a tile from shared memory, for 16 rows of their own each. Rows are 128 or 256 bytes apart, so
- * the eight rows g of a fragment lie in the same four banks: each load waits for eight turns. B of P V is worse, two
- * neighbours down a column are no neighbours in memory: two loads of 16 bits and a shift for each register.
+ * Memory: a tile is rows of WIDTH bf16, one behind the other. Global memory is read 16 bytes a thread, each tile T / 64
+ * times. Then every warp reads all of a tile from shared memory, for 16 rows of its own. Rows are 128 or 256 bytes apart, so
+ * the eight rows g of a fragment lie in the same four banks: each load takes eight turns. The B of P V has neighbours down a
+ * column, which are none in memory: two loads of 16 bits, of four turns each, and a shift for every register.
  *
  * Limits: bf16, HS a multiple of 8 up to 128, sm_80 and later. Views of any strides; rows that do not begin at multiples of
  * 16 bytes are moved by elements.
  *
- * Verdict: the multiplications of flash4_vectors become nearly free, and what is left is to feed them: a product of 16 x 8
- * needs a load for each register of its factors, each eight times as long as it should be. Expect it well ahead of
- * the kernels on FMA units all the same, and far below what the tensor cores could do. What goes wrong is to be seen in a
- * profile as bank conflicts, and mma2_swizzle takes them away.
+ * Verdict: the multiplications of flash4_vectors become nearly free, and what is left is to feed them: each register of a
+ * factor costs a load that takes eight times as long as it should. So expect the tensor cores to wait most of the time; a
+ * profile shows it as bank conflicts in shared memory. mma2_swizzle takes them away.
  */
 #include "attention/attention.h"
 #include "attention/tensor_core.h"
@@ -398,19 +398,23 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(AttentionOutput O, flo
 /* dq (16, WIDTH) += dS K of one tile of keys; lse and dot are LSE and D of rows g and g+8. */
 template <int WIDTH, bool DIAGONAL>
 __device__ inline void dq_tile(float (&dq)[WIDTH / 8][4], Shared<unsigned char> q, Shared<unsigned char> dout,
-                               Shared<unsigned char> k, Shared<unsigned char> v, const float (&lse)[2], const float (&dot)[2],
-                               Lane lane, float scale)
+                               Shared<unsigned char> k, Shared<unsigned char> v, const float (&lse)[2],
+                               const float (&dot)[2], Lane lane, float scale)
 {
     const Span span = {0, lane.first / STEP + 1};
-    float s[SIDE / 8][4], ds[SIDE / 8][4];
-    tiles_multiply<WIDTH, DIAGONAL>(s, q, k, span, lane);
+    float p[SIDE / 8][4], ds[SIDE / 8][4];
+    tiles_multiply<WIDTH, DIAGONAL>(p, q, k, span, lane);
+#pragma unroll
+    for (int n = 0; n < SIDE / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) p[n][e] = exp_above(logit(p[n][e], scale), lse[e / 2]);
     tiles_multiply<WIDTH, DIAGONAL>(ds, dout, v, span, lane);
 #pragma unroll
     for (int n = 0; n < SIDE / 8; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             bool seen = !DIAGONAL || n * 8 + 2 * lane.q + e % 2 <= lane.first + lane.g + e / 2 * 8;
-            ds[n][e] = seen ? exp_above(logit(s[n][e], scale), lse[e / 2]) * (ds[n][e] - dot[e / 2]) : 0.0f;
+            ds[n][e] = seen ? p[n][e] * (ds[n][e] - dot[e / 2]) : 0.0f;
         }
     rows_add<WIDTH, DIAGONAL>(dq, ds, k, span, lane);
 }

@@ -36,10 +36,22 @@ namespace Mma1 {
 }
 #undef attention_kernel
 
+#define attention_kernel mma2_swizzle
+namespace Mma2 {
+#include "dev/attention/mma2_swizzle.cu"
+}
+#undef attention_kernel
+
+#define attention_kernel mma3_pipeline
+namespace Mma3 {
+#include "dev/attention/mma3_pipeline.cu"
+}
+#undef attention_kernel
+
 static const AttentionKernel *const variants[] = {&Flash1::flash1_rows, &Flash2::flash2_coalesced, &Flash3::flash3_registers,
                                                   &Flash4::flash4_vectors};
 
-static const AttentionKernel *const tensor_variants[] = {&Mma1::mma1_plain};
+static const AttentionKernel *const tensor_variants[] = {&Mma1::mma1_plain, &Mma2::mma2_swizzle, &Mma3::mma3_pipeline};
 
 static void test_limits(const Subject &subject)
 {
