@@ -625,7 +625,11 @@ static void add_object(Subject *subjects, size_t *count, const char *path, const
     TEST("loads %s", path);
     const Machine *machine = gpu_machine;
     const AttentionKernel *kernel = NULL;
-    if (machine) kernel = attention_choose(path, ATTENTION_CUDA, &shape, machine->sm, error, sizeof error);
+    for (int dtype = 0; dtype < DTYPE_COUNT && machine && !kernel; dtype++) { /* it may take one type alone */
+        shape.dtype = (Dtype)dtype;
+        kernel = attention_choose(path, ATTENTION_CUDA, &shape, machine->sm, error, sizeof error);
+    }
+    shape.dtype = DTYPE_FP32;
     if (!machine || (!kernel && strstr(error, "runs on cpu"))) {
         machine = &cpu_machine;
         kernel = attention_choose(path, ATTENTION_CPU, &shape, 0, error, sizeof error);
