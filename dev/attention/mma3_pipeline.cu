@@ -20,7 +20,7 @@
  * copied itself, for which its own wait is enough.
  *
  * Memory: global memory is read as before, each tile T / 64 times. Shared memory is twice that of the walking tiles: 96 KB a
- * block for dQ at HS 128, the most that every GPU from sm_80 on has.
+ * block for dQ at HS 128, of the 99 that every GPU from sm_80 on has.
  *
  * Limits: bf16, HS a multiple of 8 up to 128, sm_80 and later. Views of any strides; rows that do not begin at multiples of
  * 16 bytes are moved by elements, and waited for.
