@@ -26,6 +26,14 @@ int files_is_regular(const char *path)
     return !stat(path, &status) && S_ISREG(status.st_mode);
 }
 
+FILE *files_open(const char *path)
+{
+    int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    FILE *stream = file < 0 ? NULL : fdopen(file, "r");
+    if (!stream && file >= 0) close(file);
+    return stream;
+}
+
 int files_write(const char *path, const void *data, size_t bytes, Error *error)
 {
     int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666), fault = 0;

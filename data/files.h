@@ -4,6 +4,7 @@
 #define FILES_H
 
 #include <stddef.h>
+#include <stdio.h>
 
 #include "data/error.h"
 
@@ -18,6 +19,10 @@ int files_join(char out[FILES_PATH], const char *dir, const char *name, Error *e
 /* 1 or 0; a symbolic link counts as what it points to. */
 int files_is_directory(const char *path);
 int files_is_regular(const char *path);
+
+/* Opens a file to be read, as fopen does, but waits for no writer where it is a FIFO, which is empty then. Returns NULL with
+ * errno set where it cannot. */
+FILE *files_open(const char *path);
 /* Writes a file that must not exist, all of it, and fsyncs it. Returns 0 or -1. */
 int files_write(const char *path, const void *data, size_t bytes, Error *error);
 /* Makes the names in a directory last. Returns 0 or -1. */

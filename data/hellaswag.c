@@ -7,6 +7,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "data/files.h"
+
 enum { HEADER_BYTES = 1024, MAGIC = 20240522, VERSION = 1, START = 65535, EXAMPLES_MOST = 65536 };
 
 /* What reading goes through: the words of the file, example by example. */
@@ -166,7 +168,7 @@ int hellaswag_open(HellaSwag *set, const char *path, int64_t vocab, int64_t wind
 {
     Reader reader = {.set = set, .path = path, .vocab = vocab, .window = window, .error = error};
     memset(set, 0, sizeof *set);
-    FILE *file = fopen(path, "rb");
+    FILE *file = files_open(path);
     if (!file) return error_set(error, "%s: %s", path, strerror(errno));
     int bad = read_file(&reader, file);
     fclose(file);

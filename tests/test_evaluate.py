@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "dev"))
 from check import check, end, skip, test  # noqa: E402
 from hellaswag import make_questions, pack_example, pack_file  # noqa: E402
-from trainer_runs import ROOT, TINY, read_log, train, write_corpus, write_shard  # noqa: E402
+from trainer_runs import ROOT, TINY, TRAIN, read_log, train, write_corpus, write_shard  # noqa: E402
 
 FIXTURES = os.path.join(ROOT, "tests", "fixtures", "huggingface")
 CONTEXT, VOCAB = 20, 150  # of the fixture "sharded"
@@ -292,6 +292,11 @@ def test_faulty_files():
     with test("a file that is not there, and one that is a directory"):
         refused(1, ["none.bin", "No such file"], "--init", model_folder(), "--hellaswag", path("none.bin"))
         refused(1, [TMP, "no regular file"], "--init", model_folder(), "--hellaswag", TMP)
+    with test("a FIFO without a writer is not waited for"):
+        os.mkfifo(path("fifo"))
+        done = subprocess.run(["timeout", "-s", "KILL", "20", TRAIN, "evaluate", "--init", model_folder(), "--hellaswag",
+                               path("fifo")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        check(done.returncode == 1 and "fifo: is no regular file" in done.stderr, done.returncode, done.stderr)
 
 
 def test_refusals():
