@@ -368,7 +368,7 @@ static inline double plain_error(const Problem *problem, int quantity, int64_t f
 {
     const AttentionShape *shape = &problem->shape;
     int64_t width = quantity_width(shape, quantity), rows = shape->B * shape->NH * shape->T;
-    double plain = 0;
+    double plain = problem->plain_least[quantity];
     if (last - first < STRIPE) first = last > STRIPE ? last - STRIPE : 0;
     if (last - first < STRIPE) last = rows < STRIPE ? rows : STRIPE;
     for (int64_t k = first * width; k < last * width; k++) {
