@@ -1,4 +1,51 @@
-/* flash_mma.cu - flash attention on tensor cores by mma.sync, bf16, for GPUs from sm_80 on.
+/* flash_mma.cu - flash attention on tensor cores by mma.sync, bf16, forward and backward, for GPUs from sm_80 on.
+ *
+ * The algorithm (Dao et al. 2022, Dao 2023), on tiles of queries and keys:
+ *
+ *     forward     a block owns 128 queries, a warp 32 of them; walks the tiles of keys from the diagonal down to key 0 with a
+ *                 running maximum, a running sum and O in registers
+ *     backward    one pass over the keys: a block owns 128 keys and walks the tiles of queries from the diagonal on; dK and dV stay in
+ *                 registers, its part of dQ is added in global memory (fp32 sums, in the order of the fragments, rounded
+ *                 by a kernel of their own at the end): five products, sums in no fixed order
+ *     deterministic   two passes: dQ by blocks that own queries, dK and dV by blocks that own keys: seven products, every bit repeats
+ *
+ *          keys ->
+ *      q   m . . .      m  tiles that cross the diagonal: mask code, and a warp leaves out what none of its queries sees
+ *      u   # m . .      #  full tiles: no mask code                forward, dQ: a block is a row of this picture
+ *      e   # # m .      .  never visited                           dK, dV: a block is a column
+ *      r   # # # m
+ *
+ * A warp multiplies 16 x 16 by 16 x 8 pieces (m16n8k16). The sums of two neighbouring pieces, rounded to bf16, are the
+ * left factor of the next product as they lie: P never leaves the registers on its way from S = Q K^T to O += P V, nor
+ * P^T and dS^T on theirs from S^T = K Q^T and dP^T = V dO^T to dV += P^T dO and dK += dS^T Q. Only dS goes through
+ * shared memory, for dQ += dS K, whose sum over keys crosses warps; and above HS 64, where the registers hold half of
+ * dK and dV a warp, P does too: then two warps share 32 keys, each scores half of the queries and sums up half of the
+ * columns.
+ *
+ * What limits it, in clocks of an SM: mma.sync does a piece of 4096 operations in about 1.6, and its right factor, 256
+ * bytes, takes 2 of shared memory unless it serves two left factors: so a warp owns 32 rows. exp2 is 16 a clock: six
+ * tenths of the time of the forward's products at HS 64. Measured on an H200: forward 234 to 408 TFLOP/s, of some 600
+ * that mma.sync could do; no unit is at its limit, and what is lost is latency: registers allow 8 to 12 warps an SM
+ * (dev/LOG.md). Loads of the next tile run behind the work on this one (cp.async, two stages, one barrier a tile).
+ *
+ * Shared memory: a tile is rows of HSP elements in chunks of 16 bytes, chunk c of row r at place c ^ r % 8, so that
+ * ldmatrix reads eight rows from eight groups of banks. Forward up to 97 KB a block, backward up to 147 KB (163 KB are
+ * sm_80's most; where a chip has less, the two passes are taken, with up to 97 KB).
+ *
+ * Global memory: forward reads Q once, K and V once a block that sees them, mostly from the second-level cache: blocks
+ * are ordered in sections of heads whose K and V fit there, the longest first within one. Backward in one pass adds T /
+ * 128 times HS * T floats a head to dQ.
+ *
+ * Numbers. P = 2^(S c - m) with c = scale log2(e), one fused multiply-add and one ex2. Forward keeps m until a row
+ * outgrows it by 2^8 (LAZY_LOG2), so O is rescaled a few times a row, and the lanes of a row need not agree on a
+ * maximum until then. Backward takes LSE in log2 units as saved by forward: rounded, and beside it what the rounding
+ * has cut off, which matters from LARGE_LSE on. Masked logits are -inf before the exponential. Zero times NaN is NaN:
+ * so in tiles that cross the diagonal, where P has zeros that are none of the sum's business, each thread looks at the
+ * pieces it loaded itself; if any is not finite (rare, and told to all by the barrier that is there anyway), it is
+ * replaced by 0 and the rows that see it get NaN. Rows beyond T are zeros.
+ *
+ * Limits: bf16; HS a multiple of 8 up to 256, padded to 32, 64, 96, 128 or 256 in shared memory only; T up to 2^30; any
+ * strides. Rows that are not aligned to 16 bytes are loaded element by element.
  */
 #include <float.h>
 #include <limits.h>
@@ -8,9 +55,7 @@
 
 namespace { /* other kernels use the same names */
 
-enum {
-    MAX_HS = 256,
-};
+enum { MAX_HS = 256 };
 
 #define LOG2_E 1.4426950408889634
 #define LN_2 0.6931471805599453f
