@@ -390,6 +390,9 @@ def bench_shape(shape, options, timer, bounds):
         if not subject:
             print(f"  PyTorch {name}: {sentence}")
             continue
+        if subject.error is not None and math.isnan(subject.error):  # an operator that takes the type and cannot do it
+            print(f"  PyTorch {name}: gives no numbers, not timed: {sentence}")
+            continue
         subject.note = f"exceeds the bound: {sentence}" if sentence else ""
         subjects.append(subject)
     time_subjects(subjects, timer, options.repeats)
