@@ -2,12 +2,14 @@
  *
  * The algorithm (Dao et al. 2022, Dao 2023), on tiles of queries and keys:
  *
- *     forward     a block owns 128 queries, a warp 32 of them; walks the tiles of keys from the diagonal down to key 0 with a
- *                 running maximum, a running sum and O in registers
- *     backward    one pass over the keys: a block owns 128 keys and walks the tiles of queries from the diagonal on; dK and dV stay in
- *                 registers, its part of dQ is added in global memory (fp32 sums, in the order of the fragments, rounded
- *                 by a kernel of their own at the end): five products, sums in no fixed order
- *     deterministic   two passes: dQ by blocks that own queries, dK and dV by blocks that own keys: seven products, every bit repeats
+ *     forward         a block owns 128 queries, a warp 32 of them; walks the tiles of keys from the diagonal down to
+ *                     key 0 with a running maximum, a running sum and O in registers
+ *     backward        one pass over the keys: a block owns 128 keys and walks the tiles of queries from the diagonal
+ *                     on; dK and dV stay in registers, its part of dQ is added in global memory (fp32 sums, in the
+ *                     order of the fragments, rounded by a kernel of their own at the end): five products, sums in no
+ *                     fixed order
+ *     deterministic   two passes: dQ by blocks that own queries, dK and dV by blocks that own keys: seven products,
+ *                     every bit repeats
  *
  *          keys ->
  *      q   m . . .      m  tiles that cross the diagonal: mask code, and a warp leaves out what none of its queries sees
@@ -61,14 +63,15 @@ enum { MAX_HS = 256 };
 #define LN_2 0.6931471805599453f
 #define FULL_WARP 0xffffffffu
 
-/* Forward rescales O only when a row's maximum has grown by more than this, in powers of two: P stays below 2^8, where fp32 sums and bf16
- * factors are as exact as below 1. */
+/* Forward rescales O only when a row's maximum has grown by more than this, in powers of two: P stays below 2^8, where
+ * fp32 sums and bf16 factors are as exact as below 1. */
 #define LAZY_LOG2 8.0f
 
-/* Where LSE (log2 units) is larger than this, what its rounding to fp32 has cut off matters: 2^-14 of P and more. Then backward takes it in. */
+/* Where LSE (log2 units) is larger than this, what its rounding to fp32 has cut off matters: 2^-14 of P and more. Then
+ * backward takes it in. */
 #define LARGE_LSE 1024.0f
 
-/* --- the place of a block -------------------------------------------------------------------------------------------------- */
+/* --- the place of a block -------------------------------------------------------------------------------------------- */
 
 /* What all kernels know of the problem. */
 struct Sizes {
@@ -98,8 +101,8 @@ __device__ __forceinline__ Place place_of(uint32_t block, const Sizes &sizes)
     return place;
 }
 
-/* The block's number, hidden from the compiler: a kernel finds its place anew for its last stores, which costs less than registers that hold
- * it all along. */
+/* The block's number, hidden from the compiler: a kernel finds its place anew for its last stores, which costs less
+ * than registers that hold it all along. */
 __device__ __forceinline__ uint32_t block_again(void)
 {
     uint32_t block = blockIdx.x;
@@ -107,7 +110,7 @@ __device__ __forceinline__ uint32_t block_again(void)
     return block;
 }
 
-/* --- matrices in global memory ---------------------------------------------------------------------------------------------- */
+/* --- matrices in global memory --------------------------------------------------------------------------------------- */
 
 /* A view with what the host found out about it: whether all its rows can be read by 16 bytes. */
 struct Source {
@@ -136,15 +139,15 @@ struct OutMatrix {
 __device__ __forceinline__ Matrix matrix_of(const Source &source, const Place &place, const Sizes &sizes)
 {
     const AttentionInput &view = source.view;
-    return {(const __nv_bfloat16 *)view.data + place.b * view.batch_stride + place.h * view.head_stride, view.row_stride, sizes.T,
-            sizes.HS, source.vectors};
+    return {(const __nv_bfloat16 *)view.data + place.b * view.batch_stride + place.h * view.head_stride,
+            view.row_stride, sizes.T, sizes.HS, source.vectors};
 }
 
 __device__ __forceinline__ OutMatrix matrix_of(const Target &target, const Place &place, const Sizes &sizes)
 {
     const AttentionOutput &view = target.view;
-    return {(__nv_bfloat16 *)view.data + place.b * view.batch_stride + place.h * view.head_stride, view.row_stride, sizes.T, sizes.HS,
-            target.vectors};
+    return {(__nv_bfloat16 *)view.data + place.b * view.batch_stride + place.h * view.head_stride, view.row_stride,
+            sizes.T, sizes.HS, target.vectors};
 }
 
 /* Eight neighbouring elements of a row that may lie at any address. */
@@ -167,10 +170,11 @@ __device__ __forceinline__ void scatter_eight(__nv_bfloat16 *at, uint4 x)
     }
 }
 
-/* --- tiles in shared memory --------------------------------------------------------------------------------------------------- */
+/* --- tiles in shared memory ------------------------------------------------------------------------------------------ */
 
-/* A tile of rows of HSP bf16, in chunks of 16 bytes. Chunk c of row r stands at place c ^ swizzle(r): then the eight rows that one 8 x 8
- * matrix of ldmatrix needs lie in eight different groups of banks. Rows of an odd number of 64 bytes change sides by themselves. */
+/* A tile of rows of HSP bf16, in chunks of 16 bytes. Chunk c of row r stands at place c ^ swizzle(r): then the eight
+ * rows that one 8 x 8 matrix of ldmatrix needs lie in eight different groups of banks. Rows of an odd number of 64
+ * bytes change sides by themselves. */
 template <int COLUMNS>
 __device__ __forceinline__ int tile_offset(int row, int chunk)
 {
@@ -179,8 +183,9 @@ __device__ __forceinline__ int tile_offset(int row, int chunk)
     return row * COLUMNS * 2 + ((chunk ^ (CHUNKS % 8 == 0 ? row & 7 : row >> 1 & 3)) << 4);
 }
 
-/* Which chunks of a tile a thread moves: in each pass PER threads take a row, of whose chunks they take every PER-th, JUMPS of them. So a warp
- * touches whole lines of memory, and a thread's places in the swizzled tile differ by constants. */
+/* Which chunks of a tile a thread moves: in each pass PER threads take a row, of whose chunks they take every PER-th,
+ * JUMPS of them. So a warp touches whole lines of memory, and a thread's places in the swizzled tile differ by
+ * constants. */
 template <int HSP, int ROWS_, int THREADS>
 struct Passes {
     static const int CHUNKS = HSP / 8, PER = CHUNKS % 8 == 0 ? 8 : 4, STEP = THREADS / PER, JUMPS = CHUNKS / PER;
@@ -260,7 +265,8 @@ __device__ __forceinline__ uint32_t finite_pair(uint32_t x, bool *found)
     return x & ~bad;
 }
 
-/* Replaces what is not finite in the thread's part of the tile by 0, and lets *first and *last take in the rows where that was. */
+/* Replaces what is not finite in the thread's part of the tile by 0, and lets *first and *last take in the rows where
+ * that was. */
 template <int HSP, int ROWS, int THREADS, bool REPLACE = true>
 __device__ __forceinline__ void purge_tile(SharedAddress tile, Shared<int> first, Shared<int> last)
 {
@@ -296,14 +302,16 @@ __device__ __forceinline__ void negate_tile(SharedAddress tile)
 #pragma unroll 1
         for (int j = 0; j < Mine::JUMPS; j++) {
             uint4 x = load_128(tile + mine.place(i, j));
-            store_128(tile + mine.place(i, j), make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u));
+            store_128(tile + mine.place(i, j),
+                      make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u));
         }
 }
 
-/* --- fragments ---------------------------------------------------------------------------------------------------------------- */
+/* --- fragments ------------------------------------------------------------------------------------------------------- */
 
-/* A lane of a warp: g and q as tensor_core.h has them. ldmatrix takes from lane 8i + r the address of row r of its matrix i; `down` and
- * `right` are where that row lies when matrices 0 and 1 stand one below the other, or side by side: chunk and row within 16 x 16. */
+/* A lane of a warp: g and q as tensor_core.h has them. ldmatrix takes from lane 8i + r the address of row r of its
+ * matrix i; `down` and `right` are where that row lies when matrices 0 and 1 stand one below the other, or side by
+ * side: chunk and row within 16 x 16. */
 struct Lane {
     int warp, g, q;
     int down_row, down_chunk, right_row, right_chunk;
@@ -325,9 +333,10 @@ __device__ __forceinline__ Lane lane_again(void)
     return lane_of(thread);
 }
 
-/* A way through the 16 x 16 blocks of a tile: the address that a lane gives for the first, and what leads from it to the others. Where rows
- * are a power of two long, step k flips bits of the first address; else each second step goes 32 bytes forth or back. The address is hidden
- * from the compiler, which would keep those of all steps in registers throughout the kernel. Tiles begin at multiples of 16 rows. */
+/* A way through the 16 x 16 blocks of a tile: the address that a lane gives for the first, and what leads from it to
+ * the others. Where rows are a power of two long, step k flips bits of the first address; else each second step goes 32
+ * bytes forth or back. The address is hidden from the compiler, which would keep those of all steps in registers
+ * throughout the kernel. Tiles begin at multiples of 16 rows. */
 template <int COLUMNS>
 struct Walk {
     static const bool FLIPS = (COLUMNS & (COLUMNS - 1)) == 0;
@@ -348,7 +357,8 @@ struct Walk {
     }
 };
 
-/* Matrices 0 and 1 of a block one below the other: for A by ldmatrix_x4 and, transposed, for two B whose k are the tile's rows. */
+/* Matrices 0 and 1 of a block one below the other: for A by ldmatrix_x4 and, transposed, for two B whose k are the
+ * tile's rows. */
 template <int COLUMNS>
 __device__ __forceinline__ Walk<COLUMNS> walk_down(SharedAddress tile, Lane lane)
 {
@@ -383,11 +393,11 @@ __device__ __forceinline__ void set_zero(float (&x)[MT][N][4])
             for (int e = 0; e < 4; e++) x[m][n][e] = 0;
 }
 
-/* The warp's 16 MT rows of sums, times `factor`, rounded, to rows `row` .. of `out`, columns col .., by way of `tile`, as many rows
- * of shared memory that no other warp uses. */
+/* The warp's 16 MT rows of sums, times `factor`, rounded, to rows `row` .. of `out`, columns col .., by way of `tile`,
+ * as many rows of shared memory that no other warp uses. */
 template <int COLUMNS, int MT, int N>
-__device__ __forceinline__ void store_rows(const OutMatrix &out, SharedAddress tile, const float (&sums)[MT][N][4], const float (&factor)[MT][2],
-                                           Lane lane, int row, int col)
+__device__ __forceinline__ void store_rows(const OutMatrix &out, SharedAddress tile, const float (&sums)[MT][N][4],
+                                           const float (&factor)[MT][2], Lane lane, int row, int col)
 {
     static_assert(N * 8 <= COLUMNS, "the rows of the tile hold the sums");
     const int CHUNKS = N;
@@ -412,7 +422,7 @@ __device__ __forceinline__ void store_rows(const OutMatrix &out, SharedAddress t
     }
 }
 
-/* --- forward ------------------------------------------------------------------------------------------------------------------ */
+/* --- forward --------------------------------------------------------------------------------------------------------- */
 
 struct Forward {
     Source Q, K, V;
@@ -423,19 +433,22 @@ struct Forward {
 
 template <int HSP, int FROM> struct ForwardShape;
 #ifndef FORWARD_SHAPES
-#define FORWARD_SHAPES(X) /* HSP, from T on, m16 tiles a warp, warps, keys a tile, of them at a time, steps of Q K^T at a time, Q held, blocks an SM */ \
-    X(32, 0, 2, 4, 64, 64, 2, true, 2)                                                                                                            \
-    X(64, 0, 2, 4, 64, 32, 4, false, 3)                                                                                                           \
-    X(64, 2048, 2, 4, 64, 64, 4, true, 2)                                                                                                         \
-    X(96, 0, 2, 4, 64, 32, 6, false, 2)                                                                                                           \
-    X(128, 0, 2, 4, 64, 64, 2, false, 2)                                                                                                          \
+/* HSP, from T on, m16 tiles a warp, warps, keys a tile, of them at a time, steps of Q K^T at a time, Q held, blocks
+ * an SM */
+#define FORWARD_SHAPES(X)                 \
+    X(32, 0, 2, 4, 64, 64, 2, true, 2)    \
+    X(64, 0, 2, 4, 64, 32, 4, false, 3)   \
+    X(64, 2048, 2, 4, 64, 64, 4, true, 2) \
+    X(96, 0, 2, 4, 64, 32, 6, false, 2)   \
+    X(128, 0, 2, 4, 64, 64, 2, false, 2)  \
     X(256, 0, 1, 4, 32, 32, 16, false, 2)
 #endif
-#define FORWARD_SHAPE(HSP, FROM, MT_, WARPS_, BN_, PART_, STEPS_, Q_HELD_, BLOCKS_)                                                    \
-    template <> struct ForwardShape<HSP, FROM> {                                                                                       \
-        static const int MT = MT_, WARPS = WARPS_, BN = BN_, PART = PART_, STEPS = STEPS_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS;     \
-        static const int ROWS = 16 * MT * WARPS, BAD = (ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16;                                   \
-        static const bool Q_HELD = Q_HELD_;                                                                                            \
+#define FORWARD_SHAPE(HSP, FROM, MT_, WARPS_, BN_, PART_, STEPS_, Q_HELD_, BLOCKS_)                  \
+    template <> struct ForwardShape<HSP, FROM> {                                                     \
+        static const int MT = MT_, WARPS = WARPS_, BN = BN_, PART = PART_, STEPS = STEPS_;           \
+        static const int BLOCKS = BLOCKS_, THREADS = 32 * WARPS;                                     \
+        static const int ROWS = 16 * MT * WARPS, BAD = (ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16; \
+        static const bool Q_HELD = Q_HELD_;                                                          \
     };
 FORWARD_SHAPES(FORWARD_SHAPE)
 
@@ -443,15 +456,16 @@ template <int HSP, int FROM>
 struct ForwardState {
     typedef ForwardShape<HSP, FROM> Shape;
     float O[Shape::MT][HSP / 8][4];
-    float max[Shape::MT][2], sum[Shape::MT][2]; /* of rows g and g + 8: the row's maximum in log2 units, the lane's share of its sum */
+    /* Of rows g and g + 8: the row's maximum in log2 units, the lane's share of its sum. */
+    float max[Shape::MT][2], sum[Shape::MT][2];
     uint32_t Q[Shape::Q_HELD ? HSP / 16 : 1][Shape::MT][4];
 };
 
-/* PART keys for one warp. MASKED: the tile has keys beyond the block's first query; `last` is the warp's last query, counted from the first
- * of these keys. */
+/* PART keys for one warp. MASKED: the tile has keys beyond the block's first query; `last` is the warp's last query,
+ * counted from the first of these keys. */
 template <int HSP, int FROM, bool MASKED>
-__device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, SharedAddress Q, SharedAddress K, SharedAddress V, Lane lane, int last,
-                                             float scale_log2)
+__device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, SharedAddress Q, SharedAddress K,
+                                             SharedAddress V, Lane lane, int last, float scale_log2)
 {
     typedef ForwardShape<HSP, FROM> Shape;
     const int MT = Shape::MT, PART = Shape::PART;
@@ -488,7 +502,8 @@ __device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, Sha
             for (int n = 0; n < PART / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    if (n * 8 + 2 * lane.q + e % 2 > last - 16 * MT + 1 + m * 16 + lane.g + e / 2 * 8) S[m][n][e] = -INFINITY;
+                    if (n * 8 + 2 * lane.q + e % 2 > last - 16 * MT + 1 + m * 16 + lane.g + e / 2 * 8)
+                        S[m][n][e] = -INFINITY;
     }
 
     float largest[MT][2];
@@ -558,8 +573,8 @@ __device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, Sha
 
 /* One tile of keys, the last first. */
 template <int HSP, int FROM, bool MASKED>
-__device__ __forceinline__ void forward_tile(ForwardState<HSP, FROM> &state, SharedAddress Q, SharedAddress K, SharedAddress V, Lane lane, int last,
-                                             float scale_log2)
+__device__ __forceinline__ void forward_tile(ForwardState<HSP, FROM> &state, SharedAddress Q, SharedAddress K,
+                                             SharedAddress V, Lane lane, int last, float scale_log2)
 {
     typedef ForwardShape<HSP, FROM> Shape;
 #pragma unroll 1
@@ -568,14 +583,16 @@ __device__ __forceinline__ void forward_tile(ForwardState<HSP, FROM> &state, Sha
 }
 
 template <int HSP, int FROM>
-__global__ void __launch_bounds__(ForwardShape<HSP, FROM>::THREADS, ForwardShape<HSP, FROM>::BLOCKS) flash_mma_forward_kernel(Forward call)
+__global__ void __launch_bounds__(ForwardShape<HSP, FROM>::THREADS, ForwardShape<HSP, FROM>::BLOCKS)
+    flash_mma_forward_kernel(Forward call)
 {
     typedef ForwardShape<HSP, FROM> Shape;
     const int MT = Shape::MT, BN = Shape::BN, ROWS = Shape::ROWS, THREADS = Shape::THREADS, STAGE = BN * HSP * 2;
     const Sizes &sizes = call.sizes;
     const Place place = place_of(blockIdx.x, sizes);
     const Lane lane = lane_here();
-    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2); /* the first and the last row of a tile that are not finite */
+    /* The first and the last row of a tile that are not finite. */
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2);
     const SharedAddress Q = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
     const SharedAddress K = Q + ROWS * HSP * 2, V = K + 2 * STAGE;
     const int query = ((int)sizes.tiles - 1 - place.tile) * ROWS; /* of the block */
@@ -617,7 +634,8 @@ __global__ void __launch_bounds__(ForwardShape<HSP, FROM>::THREADS, ForwardShape
             for (int m = 0; m < MT; m++) ldmatrix_x4(state.Q[k][m], walk.at(m * 16, k));
     }
 
-    for (; tile >= 0 && tile * BN + BN - 1 > query; tile--, stage ^= 1) { /* tiles that some query of the block sees in part */
+    /* Tiles that some query of the block sees in part. */
+    for (; tile >= 0 && tile * BN + BN - 1 > query; tile--, stage ^= 1) {
         copies_wait<0>();
         int found = __syncthreads_or(scan_tile<HSP, BN, THREADS>(V + stage * STAGE));
         if (found) {
@@ -629,7 +647,8 @@ __global__ void __launch_bounds__(ForwardShape<HSP, FROM>::THREADS, ForwardShape
             load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
             copies_commit();
         }
-        forward_tile<HSP, FROM, true>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, scale_log2);
+        forward_tile<HSP, FROM, true>(state, my_Q, K + stage * STAGE, V + stage * STAGE, lane,
+                                      mine + 16 * MT - 1 - tile * BN, scale_log2);
         if (found) { /* what was not finite reaches the queries that see its key, and no others */
             int first = tile * BN + bad[0];
 #pragma unroll
@@ -679,18 +698,20 @@ __global__ void __launch_bounds__(ForwardShape<HSP, FROM>::THREADS, ForwardShape
     store_rows<HSP>(matrix_of(call.O, again, sizes), my_Q, state.O, inverse, lane, mine, 0);
 }
 
-/* --- backward ----------------------------------------------------------------------------------------------------------------- */
+/* --- backward -------------------------------------------------------------------------------------------------------- */
 
 struct Backward {
     Source Q, K, V, dO, O;
     Target dQ, dK, dV;
     const float *saved; /* (2, heads, Tp) */
     float *D;           /* (heads, Tp): rowsum(dO * O) */
-    float *sums;        /* dQ before it is scaled and rounded, in the order of dq_place(); NULL where flash_mma_queries_kernel makes it */
+    float *sums;        /* dQ before it is scaled and rounded, in the order of dq_place(); NULL where
+                           flash_mma_queries_kernel makes it */
     Sizes sizes;
 };
 
-/* The dot product of row `row` of a and of b, 0 beyond their end, by four neighbouring lanes q = 0 .. 3, which all get it. */
+/* The dot product of row `row` of a and of b, 0 beyond their end, by four neighbouring lanes q = 0 .. 3, which all get
+ * it. */
 template <int HSP>
 __device__ __forceinline__ float dot_of_rows(const Matrix &a, const Matrix &b, int row, int q)
 {
@@ -719,20 +740,21 @@ __device__ __forceinline__ float dot_of_rows(const Matrix &a, const Matrix &b, i
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
 }
 
-/* --- dQ by its own kernel: a block owns queries ---------------------------------------------------------------------------------- */
+/* --- dQ by its own kernel: a block owns queries ---------------------------------------------------------------------- */
 
 template <int HSP> struct QueriesShape;
 #ifndef QUERIES_SHAPES
-#define QUERIES_SHAPES(X) /* HSP, m16 tiles a warp, warps, keys a tile, Q and dO in registers, blocks an SM */ \
-    X(32, 2, 4, 32, false, 3)                                                                                   \
-    X(64, 2, 4, 32, false, 2)                                                                                   \
-    X(96, 2, 4, 16, false, 2)                                                                                   \
-    X(128, 2, 4, 16, false, 2)                                                                                  \
+/* HSP, m16 tiles a warp, warps, keys a tile, Q and dO in registers, blocks an SM */
+#define QUERIES_SHAPES(X)      \
+    X(32, 2, 4, 32, false, 3)  \
+    X(64, 2, 4, 32, false, 2)  \
+    X(96, 2, 4, 16, false, 2)  \
+    X(128, 2, 4, 16, false, 2) \
     X(256, 1, 4, 16, false, 2)
 #endif
 #define QUERIES_SHAPE(HSP, MT_, WARPS_, BN_, HELD_, BLOCKS_)                                             \
     template <> struct QueriesShape<HSP> {                                                               \
-        static const int MT = MT_, WARPS = WARPS_, BN = BN_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS;    \
+        static const int MT = MT_, WARPS = WARPS_, BN = BN_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS;     \
         static const int ROWS = 16 * MT * WARPS, BAD = (2 * ROWS + 4 * BN_) * HSP * 2, BYTES = BAD + 16; \
         static const bool HELD = HELD_;                                                                  \
     };
@@ -746,9 +768,11 @@ struct QueriesState {
     uint32_t Q[Shape::HELD ? HSP / 16 : 1][Shape::MT][4], dO[Shape::HELD ? HSP / 16 : 1][Shape::MT][4];
 };
 
-/* out (MT x 16 rows, BN) = rows of A (the warp's part of a tile, or held) times rows of B; blocks of 16 columns beyond `last` are left 0. */
+/* out (MT x 16 rows, BN) = rows of A (the warp's part of a tile, or held) times rows of B; blocks of 16 columns beyond
+ * `last` are left 0. */
 template <int HSP, int MT, int BN, bool MASKED, bool HELD>
-__device__ __forceinline__ void multiply_rows(float (&out)[MT][BN / 8][4], const uint32_t (&held)[HELD ? HSP / 16 : 1][MT][4], SharedAddress A,
+__device__ __forceinline__ void multiply_rows(float (&out)[MT][BN / 8][4],
+                                              const uint32_t (&held)[HELD ? HSP / 16 : 1][MT][4], SharedAddress A,
                                               SharedAddress B, Lane lane, int last)
 {
     set_zero(out);
@@ -778,8 +802,8 @@ __device__ __forceinline__ void multiply_rows(float (&out)[MT][BN / 8][4], const
 }
 
 template <int HSP, bool MASKED>
-__device__ __forceinline__ void queries_tile(QueriesState<HSP> &state, SharedAddress Q, SharedAddress dO, SharedAddress K, SharedAddress V,
-                                             Lane lane, int last, float scale_log2)
+__device__ __forceinline__ void queries_tile(QueriesState<HSP> &state, SharedAddress Q, SharedAddress dO,
+                                             SharedAddress K, SharedAddress V, Lane lane, int last, float scale_log2)
 {
     typedef QueriesShape<HSP> Shape;
     const int MT = Shape::MT, BN = Shape::BN;
@@ -826,19 +850,22 @@ __device__ __forceinline__ void queries_tile(QueriesState<HSP> &state, SharedAdd
 }
 
 template <int HSP>
-__global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>::BLOCKS) flash_mma_queries_kernel(Backward call)
+__global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>::BLOCKS)
+    flash_mma_queries_kernel(Backward call)
 {
     typedef QueriesShape<HSP> Shape;
     const int MT = Shape::MT, BN = Shape::BN, ROWS = Shape::ROWS, THREADS = Shape::THREADS, STAGE = BN * HSP * 2;
     const Sizes &sizes = call.sizes;
     const Place place = place_of(blockIdx.x, sizes);
     const Lane lane = lane_here();
-    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2); /* the first and the last row of a tile that are not finite */
+    /* The first and the last row of a tile that are not finite. */
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2);
     const SharedAddress Q = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES)), dO = Q + ROWS * HSP * 2;
     const SharedAddress K = dO + ROWS * HSP * 2, V = K + 2 * STAGE;
     const int query = ((int)sizes.tiles - 1 - place.tile) * ROWS, mine = query + lane.warp * MT * 16;
     const SharedAddress my_Q = Q + lane.warp * MT * 16 * HSP * 2, my_dO = my_Q + ROWS * HSP * 2;
-    const Matrix keys = matrix_of(call.K, place, sizes), values = matrix_of(call.V, place, sizes), grads = matrix_of(call.dO, place, sizes);
+    const Matrix keys = matrix_of(call.K, place, sizes), values = matrix_of(call.V, place, sizes),
+                 grads = matrix_of(call.dO, place, sizes);
     QueriesState<HSP> state;
     set_zero(state.dQ);
 
@@ -892,7 +919,8 @@ __global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>:
             load_tile<HSP, BN, THREADS>(V + (stage ^ 1) * STAGE, values, (tile - 1) * BN);
             copies_commit();
         }
-        queries_tile<HSP, true>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, sizes.scale_log2);
+        queries_tile<HSP, true>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane,
+                                mine + 16 * MT - 1 - tile * BN, sizes.scale_log2);
         if (found) {
             int first = tile * BN + bad[0];
 #pragma unroll
@@ -918,7 +946,8 @@ __global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>:
             copies_commit();
         }
         if (__any_sync(FULL_WARP, large)) /* the masking kind also takes in what LSE lacks */
-            queries_tile<HSP, true>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, mine + 16 * MT - 1 - tile * BN, sizes.scale_log2);
+            queries_tile<HSP, true>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane,
+                                    mine + 16 * MT - 1 - tile * BN, sizes.scale_log2);
         else queries_tile<HSP, false>(state, my_Q, my_dO, K + stage * STAGE, V + stage * STAGE, lane, 0, sizes.scale_log2);
     }
 
@@ -929,25 +958,27 @@ __global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>:
     store_rows<HSP>(matrix_of(call.dQ, again, sizes), my_Q, state.dQ, factor, lane, mine, 0);
 }
 
-/* --- dK and dV: a block owns keys ------------------------------------------------------------------------------------------------- */
+/* --- dK and dV: a block owns keys ------------------------------------------------------------------------------------ */
 
 template <int HSP> struct KeysShape;
 #ifndef KEYS_SHAPES
-#define KEYS_SHAPES(X) /* HSP, m16 tiles a warp, warps, queries a tile, of them at a time, columns of dK and dV a block, blocks an SM */ \
-    X(32, 2, 4, 64, 32, 32, 2)                                                                                  \
-    X(64, 2, 4, 64, 32, 64, 2)                                                                                  \
-    X(96, 1, 4, 64, 64, 96, 2)                                                                                  \
-    X(128, 1, 4, 64, 32, 128, 2)                                                                                 \
+/* HSP, m16 tiles a warp, warps, queries a tile, of them at a time, columns of dK and dV a block, blocks an SM */
+#define KEYS_SHAPES(X)           \
+    X(32, 2, 4, 64, 32, 32, 2)   \
+    X(64, 2, 4, 64, 32, 64, 2)   \
+    X(96, 1, 4, 64, 64, 96, 2)   \
+    X(128, 1, 4, 64, 32, 128, 2) \
     X(256, 1, 4, 16, 16, 128, 2)
 #endif
-#define KEYS_SHAPE(HSP, MT_, WARPS_, BM_, PART_, SLICE_, BLOCKS_)                                                                \
-    template <> struct KeysShape<HSP> {                                                                                  \
-        static const int MT = MT_, WARPS = WARPS_, BM = BM_, PART = PART_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS;      \
-        static const int ROWS = 16 * MT * WARPS, SLICE = SLICE_, SLICES = HSP / SLICE_;                                 \
-        static const int STAGE = BM_ * HSP * 2, STATS = (2 * ROWS + 4 * BM_) * HSP * 2;                                  \
-        static const int BAD = STATS + 6 * BM_ * 4;\
-        static const int STEPS = 2; /* of a product at a time: unrolled further, loads come too early and registers spill */ \
-        static const int BYTES = BAD + 16; \
+#define KEYS_SHAPE(HSP, MT_, WARPS_, BM_, PART_, SLICE_, BLOCKS_)                                                  \
+    template <> struct KeysShape<HSP> {                                                                            \
+        static const int MT = MT_, WARPS = WARPS_, BM = BM_, PART = PART_, BLOCKS = BLOCKS_, THREADS = 32 * WARPS; \
+        static const int ROWS = 16 * MT * WARPS, SLICE = SLICE_, SLICES = HSP / SLICE_;                            \
+        static const int STAGE = BM_ * HSP * 2, STATS = (2 * ROWS + 4 * BM_) * HSP * 2;                            \
+        static const int BAD = STATS + 6 * BM_ * 4;                                                                \
+        /* Of a product at a time: unrolled further, loads come too early and registers spill. */                  \
+        static const int STEPS = 2;                                                                                \
+        static const int BYTES = BAD + 16;                                                                         \
     };
 KEYS_SHAPES(KEYS_SHAPE)
 
@@ -957,14 +988,16 @@ struct KeysState {
     float dK[Shape::MT][Shape::SLICE / 8][4], dV[Shape::MT][Shape::SLICE / 8][4];
 };
 
-/* The statistics of the BM queries from `query` on, BM floats each: LSE in log2 units, D, and what LSE lacks. Rows from T to Tp hold anything. */
+/* The statistics of the BM queries from `query` on, BM floats each: LSE in log2 units, D, and what LSE lacks. Rows from
+ * T to Tp hold anything. */
 template <int BM>
 __device__ __forceinline__ void load_stats(SharedAddress stats, const Backward &call, const Place &place, int query)
 {
     static_assert(BM % 4 == 0 && 3 * BM / 4 <= 128, "whole copies, one a thread");
     int index = (int)threadIdx.x, kind = index / (BM / 4), row = query + index % (BM / 4) * 4;
     if (kind > 2) return;
-    const float *from = (kind == 1 ? call.D : call.saved) + (int64_t)(place.head + (kind == 2 ? call.sizes.heads : 0)) * call.sizes.Tp;
+    const float *from =
+        (kind == 1 ? call.D : call.saved) + (int64_t)(place.head + (kind == 2 ? call.sizes.heads : 0)) * call.sizes.Tp;
     bool valid = row < call.sizes.T;
     copy_async_16(stats + index * 16, valid ? from + row : from, valid);
 }
@@ -983,8 +1016,8 @@ __device__ __forceinline__ bool stats_large(SharedAddress stats)
 
 /* sums (keys of the warp, slice of the columns) += X (keys, PART queries) Y, rows part .. of the tile. */
 template <int HSP, bool MASKED, int MT, int PART8, int SLICE8>
-__device__ __forceinline__ void add_product(float (&sums)[MT][SLICE8][4], const float (&X)[MT][PART8][4], SharedAddress Y, Lane lane, int part,
-                                            int first, int slice)
+__device__ __forceinline__ void add_product(float (&sums)[MT][SLICE8][4], const float (&X)[MT][PART8][4],
+                                            SharedAddress Y, Lane lane, int part, int first, int slice)
 {
     const Walk<HSP> walk = walk_down<HSP>(Y, lane);
 #pragma unroll
@@ -1006,12 +1039,12 @@ __device__ __forceinline__ void add_product(float (&sums)[MT][SLICE8][4], const 
     }
 }
 
-/* One tile of queries for one warp, which owns MT x 16 keys from its key `mine` on; `query` is the tile's first. MASKED: some pair of key and
- * query does not count. */
+/* One tile of queries for one warp, which owns MT x 16 keys from its key `mine` on; `query` is the tile's first.
+ * MASKED: some pair of key and query does not count. */
 template <int HSP, bool MASKED>
-__device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K, SharedAddress V, SharedAddress Q, SharedAddress dO,
-                                          SharedAddress stats, Lane lane, int mine, int query, int T, int slice,
-                                          float scale_log2)
+__device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K, SharedAddress V, SharedAddress Q,
+                                          SharedAddress dO, SharedAddress stats, Lane lane, int mine, int query, int T,
+                                          int slice, float scale_log2)
 {
     typedef KeysShape<HSP> Shape;
     const int MT = Shape::MT, BM = Shape::BM, PART = Shape::PART;
@@ -1103,7 +1136,8 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
     const Place place = place_of(blockIdx.x / Shape::SLICES, sizes);
     const Lane lane = lane_here();
     const int slice = Shape::SLICES == 1 ? 0 : (int)(blockIdx.x % Shape::SLICES);
-    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2); /* the first and the last query of a tile that are not finite */
+    /* The first and the last query of a tile that are not finite. */
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 2);
     const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
     const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS;
     const int key = place.tile * ROWS, mine = key + lane.warp * MT * 16;
@@ -1131,7 +1165,8 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
         int found = 0;
         copies_wait<0>();
         if (masked)
-            found = __syncthreads_or((int)scan_tile<HSP, BM, THREADS>(Q + stage * STAGE) | (int)scan_tile<HSP, BM, THREADS>(dO + stage * STAGE));
+            found = __syncthreads_or((int)scan_tile<HSP, BM, THREADS>(Q + stage * STAGE) |
+                                     (int)scan_tile<HSP, BM, THREADS>(dO + stage * STAGE));
         else __syncthreads();
         if (found) {
             purge_tile<HSP, BM, THREADS>(Q + stage * STAGE, bad, bad + 1);
@@ -1145,11 +1180,11 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
             copies_commit();
         }
         if (masked || stats_large<BM>(stats + stage * BM * 12)) /* the masking kind also takes in what LSE lacks */
-            keys_tile<HSP, true>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, lane, mine, tile * BM, sizes.T,
-                                     slice, sizes.scale_log2);
+            keys_tile<HSP, true>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12,
+                                 lane, mine, tile * BM, sizes.T, slice, sizes.scale_log2);
         else
-            keys_tile<HSP, false>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, lane, mine, tile * BM, sizes.T,
-                                      slice, sizes.scale_log2);
+            keys_tile<HSP, false>(state, my_K, my_V, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12,
+                                  lane, mine, tile * BM, sizes.T, slice, sizes.scale_log2);
         if (found) { /* what was not finite reaches the keys that its query sees, and no others */
             int last = tile * BM + bad[1];
 #pragma unroll
@@ -1177,11 +1212,12 @@ __global__ void __launch_bounds__(KeysShape<HSP>::THREADS, KeysShape<HSP>::BLOCK
     store_rows<HSP>(matrix_of(call.dV, again, sizes), my_V, state.dV, factor, lane, mine, slice * Shape::SLICE);
 }
 
-/* --- all three gradients at once: a block owns keys, and adds its part of dQ in global memory ---------------------------------------- */
+/* --- all three gradients at once: a block owns keys, and adds its part of dQ in global memory ------------------------ */
 
 template <int HSP> struct FusedShape;
 
-/* Adding to global memory by single floats, as chips before sm_90 do, takes the registers that 32 queries at a time would need. */
+/* Adding to global memory by single floats, as chips before sm_90 do, takes the registers that 32 queries at a time
+ * would need. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define FUSED_PART_64 16
 #else
@@ -1189,22 +1225,27 @@ template <int HSP> struct FusedShape;
 #endif
 
 #ifndef FUSED_SHAPES
-#define FUSED_SHAPES(X) /* HSP, key groups of 32, warps a group, queries a tile, of them at a time, steps of a product at a time, m16 tiles of dQ a warp, blocks an SM */ \
-    X(32, 4, 1, 64, 32, 2, 2, 2) \
+/* HSP, key groups of 32, warps a group, queries a tile, of them at a time, steps of a product at a time, m16 tiles of
+ * dQ a warp, blocks an SM */
+#define FUSED_SHAPES(X)                     \
+    X(32, 4, 1, 64, 32, 2, 2, 2)            \
     X(64, 4, 1, 64, FUSED_PART_64, 2, 2, 2) \
-    X(96, 4, 2, 64, 32, 2, 1, 1) \
+    X(96, 4, 2, 64, 32, 2, 1, 1)            \
     X(128, 4, 2, 64, 32, 2, 2, 1)
 #endif
-#define FUSED_SHAPE(HSP, GROUPS_, SPLIT_, BM_, PART_, STEPS_, MTQ_, BLOCKS_)                                                                      \
-    template <> struct FusedShape<HSP> {                                                                                                  \
-        static const int SPLIT = SPLIT_, WARPS = GROUPS_ * SPLIT_, BM = BM_, PART = PART_, MTQ = MTQ_;          \
-        static const int BLOCKS = BLOCKS_, THREADS = 32 * WARPS, ROWS = 32 * GROUPS_, STAGE = BM_ * HSP * 2, SLICE = HSP / SPLIT_;        \
-        static const int ROOM = SLICE <= 32 ? 32 : SLICE <= 64 ? 64 : 128; /* columns of the results' way out */                           \
-        static const int Q_GROUPS = BM_ / (16 * MTQ_), Q_COLUMNS = HSP / (WARPS / Q_GROUPS), FRAGMENTS = MTQ_ * Q_COLUMNS / 8;            \
-        static const int STATS = (2 * ROWS + 4 * BM_) * HSP * 2, BAD = STATS + 6 * BM_ * 4, DS = (BAD + 16 + 1023) / 1024 * 1024;         \
-        static const int P = DS + ROWS * BM_ * 2, BYTES = SPLIT_ > 1 ? P + ROWS * BM_ * 2 : P, STEPS = STEPS_;                                 \
-        static_assert(WARPS % Q_GROUPS == 0 && Q_COLUMNS % 16 == 0, "the warps share dQ evenly");                                         \
-        static_assert(PART_ * SPLIT_ <= BM_, "each warp of a group has queries of its own");                                              \
+#define FUSED_SHAPE(HSP, GROUPS_, SPLIT_, BM_, PART_, STEPS_, MTQ_, BLOCKS_)                                     \
+    template <> struct FusedShape<HSP> {                                                                         \
+        static const int SPLIT = SPLIT_, WARPS = GROUPS_ * SPLIT_, BM = BM_, PART = PART_, MTQ = MTQ_;           \
+        static const int BLOCKS = BLOCKS_, THREADS = 32 * WARPS, ROWS = 32 * GROUPS_;                            \
+        static const int STAGE = BM_ * HSP * 2, SLICE = HSP / SPLIT_;                                            \
+        static const int ROOM = SLICE <= 32 ? 32 : SLICE <= 64 ? 64 : 128; /* columns of the results' way out */ \
+        static const int Q_GROUPS = BM_ / (16 * MTQ_), Q_COLUMNS = HSP / (WARPS / Q_GROUPS);                     \
+        static const int FRAGMENTS = MTQ_ * Q_COLUMNS / 8;                                                       \
+        static const int STATS = (2 * ROWS + 4 * BM_) * HSP * 2, BAD = STATS + 6 * BM_ * 4;                      \
+        static const int DS = (BAD + 16 + 1023) / 1024 * 1024;                                                   \
+        static const int P = DS + ROWS * BM_ * 2, BYTES = SPLIT_ > 1 ? P + ROWS * BM_ * 2 : P, STEPS = STEPS_;   \
+        static_assert(WARPS % Q_GROUPS == 0 && Q_COLUMNS % 16 == 0, "the warps share dQ evenly");                \
+        static_assert(PART_ * SPLIT_ <= BM_, "each warp of a group has queries of its own");                     \
     };
 FUSED_SHAPES(FUSED_SHAPE)
 
@@ -1221,7 +1262,8 @@ __global__ void __launch_bounds__(256) flash_mma_prepare_kernel(Backward call)
     place.h = place.head % sizes.NH;
     float *sums = call.sums + (int64_t)blockIdx.x * Shape::BM * HSP;
 #pragma unroll
-    for (int i = 0; i < Shape::BM * HSP / 1024; i++) *(float4 *)(sums + 4 * (threadIdx.x + 256 * i)) = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < Shape::BM * HSP / 1024; i++)
+        *(float4 *)(sums + 4 * (threadIdx.x + 256 * i)) = make_float4(0, 0, 0, 0);
     int row = tile * Shape::BM + (int)threadIdx.x / 4;
     float D = dot_of_rows<HSP>(matrix_of(call.dO, place, sizes), matrix_of(call.O, place, sizes), row, threadIdx.x % 4);
     if (row < sizes.Tp && threadIdx.x % 4 == 0) call.D[(int64_t)place.head * sizes.Tp + row] = D;
@@ -1237,8 +1279,9 @@ __device__ __forceinline__ float *sums_at(float *sums, uint32_t head, int tiles,
 
 /* P and dS of PART queries, from `part` on, for the warp's 32 keys. As in keys_tile. */
 template <int HSP, bool MASKED, int PART>
-__device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (&dS)[2][PART / 8][4], SharedAddress K, SharedAddress V, SharedAddress Q,
-                                             SharedAddress dO, SharedAddress stats, Lane lane, int first, int left, int part, float scale_log2)
+__device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (&dS)[2][PART / 8][4], SharedAddress K,
+                                             SharedAddress V, SharedAddress Q, SharedAddress dO, SharedAddress stats,
+                                             Lane lane, int first, int left, int part, float scale_log2)
 {
     const int MT = 2, BM = FusedShape<HSP>::BM;
     const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
@@ -1307,7 +1350,8 @@ __device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (
 
 /* The same for sums whose X^T lies in shared memory, the warp's 32 rows of it (keys, BM queries). */
 template <int HSP, bool MASKED, int SLICE8>
-__device__ __forceinline__ void add_product_shared(float (&sums)[2][SLICE8][4], SharedAddress X, SharedAddress Y, Lane lane, int first, int slice)
+__device__ __forceinline__ void add_product_shared(float (&sums)[2][SLICE8][4], SharedAddress X, SharedAddress Y,
+                                                   Lane lane, int first, int slice)
 {
     const int BM = FusedShape<HSP>::BM;
     const Walk<BM> walk_X = walk_down<BM>(X, lane);
@@ -1331,10 +1375,12 @@ __device__ __forceinline__ void add_product_shared(float (&sums)[2][SLICE8][4], 
     }
 }
 
-/* The block's part of dQ of one tile of queries, the warp's share of it, added in global memory. keys: how many of the block's, from the first on,
- * any query of the tile sees. bad[2]: the first key that is not finite, whose queries get NaN; INT_MAX where all are. */
+/* The block's part of dQ of one tile of queries, the warp's share of it, added in global memory. keys: how many of the
+ * block's, from the first on, any query of the tile sees. bad[2]: the first key that is not finite, whose queries get
+ * NaN; INT_MAX where all are. */
 template <int HSP>
-__device__ __forceinline__ void fused_queries(float *sums, SharedAddress dS, SharedAddress K, Shared<int> bad, Lane lane, int keys, int key, int query)
+__device__ __forceinline__ void fused_queries(float *sums, SharedAddress dS, SharedAddress K, Shared<int> bad,
+                                              Lane lane, int keys, int key, int query)
 {
     typedef FusedShape<HSP> Shape;
     const int MTQ = Shape::MTQ, N = Shape::Q_COLUMNS / 8, BM = Shape::BM;
@@ -1389,8 +1435,9 @@ struct FusedPlaces {
 };
 
 template <int HSP, bool MASKED>
-__device__ __forceinline__ void fused_tile(FusedState<HSP> &state, const FusedPlaces &at, SharedAddress Q, SharedAddress dO, SharedAddress stats,
-                                           float *sums, Shared<int> bad, Lane lane, int key, int query, int T, float scale_log2)
+__device__ __forceinline__ void fused_tile(FusedState<HSP> &state, const FusedPlaces &at, SharedAddress Q,
+                                           SharedAddress dO, SharedAddress stats, float *sums, Shared<int> bad,
+                                           Lane lane, int key, int query, int T, float scale_log2)
 {
     typedef FusedShape<HSP> Shape;
     const int PART = Shape::PART, BM = Shape::BM, group = lane.warp / Shape::SPLIT, half = lane.warp % Shape::SPLIT;
@@ -1402,7 +1449,8 @@ __device__ __forceinline__ void fused_tile(FusedState<HSP> &state, const FusedPl
         set_zero(dS);
         int first = mine - query - part;
         if (!MASKED || first < PART) {
-            fused_scores<HSP, MASKED, PART>(P, dS, at.my_K, at.my_V, Q, dO, stats, lane, first, T - query - part, part, scale_log2);
+            fused_scores<HSP, MASKED, PART>(P, dS, at.my_K, at.my_V, Q, dO, stats, lane, first, T - query - part, part,
+                                            scale_log2);
             if (Shape::SPLIT == 1) {
                 add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, 0);
                 add_product<HSP, MASKED>(state.dK, dS, Q, lane, part, first, 0);
@@ -1435,7 +1483,8 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
     const Sizes &sizes = call.sizes;
     const Place place = place_of(blockIdx.x, sizes);
     const Lane lane = lane_here();
-    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 4); /* first and last query of a tile, and of the keys, that are not finite */
+    /* First and last query of a tile, and of the keys, that are not finite. */
+    const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 4);
     const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
     const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS;
     const int key = place.tile * ROWS, group = lane.warp / Shape::SPLIT;
@@ -1463,7 +1512,8 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
         int found = 0;
         copies_wait<0>();
         if (masked)
-            found = __syncthreads_or((int)scan_tile<HSP, BM, THREADS>(Q + stage * STAGE) | (int)scan_tile<HSP, BM, THREADS>(dO + stage * STAGE));
+            found = __syncthreads_or((int)scan_tile<HSP, BM, THREADS>(Q + stage * STAGE) |
+                                     (int)scan_tile<HSP, BM, THREADS>(dO + stage * STAGE));
         else __syncthreads();
         if (found) {
             purge_tile<HSP, BM, THREADS>(Q + stage * STAGE, bad, bad + 1);
@@ -1477,11 +1527,11 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
             copies_commit();
         }
         if (masked || stats_large<BM>(stats + stage * BM * 12)) /* the masking kind also takes in what LSE lacks */
-            fused_tile<HSP, true>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad, lane, key, tile * BM, sizes.T,
-                                  sizes.scale_log2);
+            fused_tile<HSP, true>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad,
+                                  lane, key, tile * BM, sizes.T, sizes.scale_log2);
         else
-            fused_tile<HSP, false>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad, lane, key, tile * BM, sizes.T,
-                                   sizes.scale_log2);
+            fused_tile<HSP, false>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad,
+                                   lane, key, tile * BM, sizes.T, sizes.scale_log2);
         if (found) { /* what was not finite reaches the keys that its query sees, and no others */
             const Lane lane_now = lane_again();
             int last = tile * BM + bad[1], mine = key + lane_now.warp / Shape::SPLIT * 32;
@@ -1499,10 +1549,12 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
 
     const Place again = place_of(block_again(), sizes);
     const Lane lane_now = lane_again();
-    const int first = again.tile * ROWS + lane_now.warp / Shape::SPLIT * 32, column = lane_now.warp % Shape::SPLIT * Shape::SLICE;
+    const int first = again.tile * ROWS + lane_now.warp / Shape::SPLIT * 32;
+    const int column = lane_now.warp % Shape::SPLIT * Shape::SLICE;
     float factor[2][2] = {{sizes.scale, sizes.scale}, {sizes.scale, sizes.scale}};
     __syncthreads(); /* K is read by all warps to the last; now the results go by way of its place and that of V */
-    const SharedAddress room = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES)) + lane_now.warp * 32 * Shape::ROOM * 2;
+    const SharedAddress room =
+        shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES)) + lane_now.warp * 32 * Shape::ROOM * 2;
     store_rows<Shape::ROOM>(matrix_of(call.dK, again, sizes), room, state.dK, factor, lane_now, first, column);
     factor[0][0] = factor[0][1] = factor[1][0] = factor[1][1] = 1;
     store_rows<Shape::ROOM>(matrix_of(call.dV, again, sizes), room, state.dV, factor, lane_now, first, column);
@@ -1541,7 +1593,7 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS) flash_mma_finish_ker
                      tile * Shape::BM + group * MTQ * 16, columns * Shape::Q_COLUMNS);
 }
 
-/* --- launchers ---------------------------------------------------------------------------------------------------------------------- */
+/* --- launchers ------------------------------------------------------------------------------------------------------- */
 
 #define CACHE_BYTES ((int64_t)16 << 20) /* of the second-level cache for a section's keys and values */
 
@@ -1553,8 +1605,15 @@ static int vectors_fit(const void *data, int64_t batch_stride, int64_t row_strid
     return (uintptr_t)data % 16 == 0 && (batch_stride | row_stride | head_stride) % 8 == 0;
 }
 
-static Source source_of(AttentionInput view) { return {view, vectors_fit(view.data, view.batch_stride, view.row_stride, view.head_stride)}; }
-static Target target_of(AttentionOutput view) { return {view, vectors_fit(view.data, view.batch_stride, view.row_stride, view.head_stride)}; }
+static Source source_of(AttentionInput view)
+{
+    return {view, vectors_fit(view.data, view.batch_stride, view.row_stride, view.head_stride)};
+}
+
+static Target target_of(AttentionOutput view)
+{
+    return {view, vectors_fit(view.data, view.batch_stride, view.row_stride, view.head_stride)};
+}
 
 static int64_t padded_length(int64_t T) { return (T + 3) / 4 * 4; }
 
@@ -1574,8 +1633,8 @@ static cudaError_t launch_forward_from(Forward call, const AttentionShape *shape
     typedef ForwardShape<HSP, FROM> Shape;
     static_assert(Shape::BYTES <= 99 << 10, "the shared memory of sm_86");
     call.sizes = sizes_of(shape, Shape::ROWS);
-    return kernel_launch(flash_mma_forward_kernel<HSP, FROM>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Shape::THREADS), Shape::BYTES, stream,
-                         call);
+    return kernel_launch(flash_mma_forward_kernel<HSP, FROM>, dim3(call.sizes.heads * call.sizes.tiles),
+                         dim3(Shape::THREADS), Shape::BYTES, stream, call);
 }
 
 template <int HSP>
@@ -1590,7 +1649,10 @@ static cudaError_t launch_forward(Forward call, const AttentionShape *shape, cud
 #ifndef FUSED_FROM
 #define FUSED_FROM(HS) 1
 #endif
-static int fused_wanted(const AttentionShape *shape) { return !shape->deterministic && shape->HS <= 128 && shape->T >= FUSED_FROM(shape->HS); }
+static int fused_wanted(const AttentionShape *shape)
+{
+    return !shape->deterministic && shape->HS <= 128 && shape->T >= FUSED_FROM(shape->HS);
+}
 
 /* Floats of the sums of dQ. */
 static int64_t sums_count(const AttentionShape *shape)
@@ -1606,12 +1668,12 @@ static cudaError_t launch_separate(Backward call, const AttentionShape *shape, c
     typedef KeysShape<HSP> Keys;
     static_assert(Queries::BYTES <= 99 << 10 && Keys::BYTES <= 99 << 10, "the shared memory of sm_86");
     call.sizes = sizes_of(shape, Queries::ROWS);
-    cudaError_t error = kernel_launch(flash_mma_queries_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Queries::THREADS),
-                                      Queries::BYTES, stream, call);
+    cudaError_t error = kernel_launch(flash_mma_queries_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles),
+                                      dim3(Queries::THREADS), Queries::BYTES, stream, call);
     if (error != cudaSuccess) return error;
     call.sizes = sizes_of(shape, Keys::ROWS);
-    return kernel_launch(flash_mma_keys_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles * Keys::SLICES), dim3(Keys::THREADS),
-                         Keys::BYTES, stream, call);
+    return kernel_launch(flash_mma_keys_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles * Keys::SLICES),
+                         dim3(Keys::THREADS), Keys::BYTES, stream, call);
 }
 
 template <int HSP>
@@ -1620,16 +1682,19 @@ static cudaError_t launch_fused(Backward call, const AttentionShape *shape, cuda
     typedef FusedShape<HSP> Fused;
     const int ROOM = Fused::Q_COLUMNS <= 32 ? 32 : 64;
     static_assert(Fused::BYTES <= 163 << 10, "the shared memory of sm_80");
-    static_assert(Fused::BM == 64 && Fused::BM * HSP % 1024 == 0, "four lanes a row of 256, which clear whole groups of four");
+    static_assert(Fused::BM == 64 && Fused::BM * HSP % 1024 == 0,
+                  "four lanes a row of 256, which clear whole groups of four");
     call.sizes = sizes_of(shape, Fused::BM);
     dim3 tiles(call.sizes.heads * call.sizes.tiles);
     cudaError_t error = kernel_launch(flash_mma_prepare_kernel<HSP>, tiles, dim3(256), 0, stream, call);
     if (error != cudaSuccess) return error;
     call.sizes = sizes_of(shape, Fused::ROWS);
-    error = kernel_launch(flash_mma_fused_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Fused::THREADS), Fused::BYTES, stream, call);
+    error = kernel_launch(flash_mma_fused_kernel<HSP>, dim3(call.sizes.heads * call.sizes.tiles), dim3(Fused::THREADS),
+                          Fused::BYTES, stream, call);
     if (error != cudaSuccess) return error;
     call.sizes = sizes_of(shape, Fused::BM);
-    return kernel_launch(flash_mma_finish_kernel<HSP>, tiles, dim3(Fused::THREADS), Fused::WARPS * Fused::MTQ * 16 * ROOM * 2, stream, call);
+    return kernel_launch(flash_mma_finish_kernel<HSP>, tiles, dim3(Fused::THREADS),
+                         Fused::WARPS * Fused::MTQ * 16 * ROOM * 2, stream, call);
 }
 
 template <int HSP, bool FUSED>
@@ -1646,22 +1711,23 @@ static cudaError_t launch_backward(Backward call, const AttentionShape *shape, c
 }
 
 /* launch(HSP)(call, shape, stream) for the smallest padded head dimension that holds the shape's own. */
-#define LAUNCH(launch)                                                         \
-    (shape->HS <= 32   ? launch(32)(call, shape, (cudaStream_t)stream)         \
-     : shape->HS <= 64  ? launch(64)(call, shape, (cudaStream_t)stream)        \
-     : shape->HS <= 96  ? launch(96)(call, shape, (cudaStream_t)stream)        \
-     : shape->HS <= 128 ? launch(128)(call, shape, (cudaStream_t)stream)       \
+#define LAUNCH(launch)                                                   \
+    (shape->HS <= 32   ? launch(32)(call, shape, (cudaStream_t)stream)   \
+     : shape->HS <= 64  ? launch(64)(call, shape, (cudaStream_t)stream)  \
+     : shape->HS <= 96  ? launch(96)(call, shape, (cudaStream_t)stream)  \
+     : shape->HS <= 128 ? launch(128)(call, shape, (cudaStream_t)stream) \
                         : launch(256)(call, shape, (cudaStream_t)stream))
 #define LAUNCH_FORWARD(HSP) launch_forward<HSP>
 #define LAUNCH_BACKWARD(HSP) launch_backward<HSP, (HSP <= 128)>
 
-/* --- the table entry ------------------------------------------------------------------------------------------------------------------ */
+/* --- the table entry ------------------------------------------------------------------------------------------------- */
 
 static const char *flash_mma_refuse(const AttentionShape *shape, int sm)
 {
     if (sm < 80) return "needs sm_80 or later";
     if (shape->dtype != DTYPE_BF16) return "takes bf16 only";
-    if (shape->HS < 8 || shape->HS > MAX_HS || shape->HS % 8) return "needs a head dimension that is a multiple of 8, from 8 to 256";
+    if (shape->HS < 8 || shape->HS > MAX_HS || shape->HS % 8)
+        return "needs a head dimension that is a multiple of 8, from 8 to 256";
     if (shape->T > 1 << 30) return "needs T of at most 2^30";
     if (shape->B * shape->NH > 0 && 4 * tiles_of(shape->T, 64) > INT_MAX / (shape->B * shape->NH))
         return "needs B*NH*T/16 below 2^31, the blocks of a grid";
@@ -1671,10 +1737,14 @@ static const char *flash_mma_refuse(const AttentionShape *shape, int sm)
 static int64_t stats_count(const AttentionShape *shape) { return shape->B * shape->NH * padded_length(shape->T); }
 
 static size_t flash_mma_saved_bytes(const AttentionShape *shape) { return 2 * (size_t)stats_count(shape) * sizeof(float); }
-static size_t flash_mma_scratch_bytes(const AttentionShape *shape) { return (size_t)(stats_count(shape) + sums_count(shape)) * sizeof(float); }
 
-static const char *flash_mma_forward(AttentionOutput O, float *LSE, void *saved, void *scratch, AttentionInput Q, AttentionInput K,
-                                     AttentionInput V, const AttentionShape *shape, void *stream)
+static size_t flash_mma_scratch_bytes(const AttentionShape *shape)
+{
+    return (size_t)(stats_count(shape) + sums_count(shape)) * sizeof(float);
+}
+
+static const char *flash_mma_forward(AttentionOutput O, float *LSE, void *saved, void *scratch, AttentionInput Q,
+                                     AttentionInput K, AttentionInput V, const AttentionShape *shape, void *stream)
 {
     (void)scratch;
     if (stats_count(shape) == 0) return NULL;
@@ -1689,9 +1759,10 @@ static const char *flash_mma_forward(AttentionOutput O, float *LSE, void *saved,
     return error == cudaSuccess ? NULL : cudaGetErrorString(error);
 }
 
-static const char *flash_mma_backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *scratch, AttentionInput dO,
-                                      AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O, const float *LSE,
-                                      const void *saved, const AttentionShape *shape, void *stream)
+static const char *flash_mma_backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *scratch,
+                                      AttentionInput dO, AttentionInput Q, AttentionInput K, AttentionInput V,
+                                      AttentionInput O, const float *LSE, const void *saved,
+                                      const AttentionShape *shape, void *stream)
 {
     (void)LSE;
     if (stats_count(shape) == 0) return NULL;
