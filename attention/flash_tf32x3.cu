@@ -585,7 +585,11 @@ __device__ __forceinline__ uint32_t spoilt_rows(const float (&x)[M][C][4], Lane 
             for (int c = 0; c < C; c++) sum = fmaf(x[m][c][2 * half], 0, fmaf(x[m][c][2 * half + 1], 0, sum));
             if (sum != sum) mine |= 1u << (16 * m + 8 * half + lane.g);
         }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800 /* where the kernel compiles, but refuses */
+    return mine;
+#else
     return __reduce_or_sync(WARP, mine);
+#endif
 }
 
 /* --- softmax --------------------------------------------------------------------------------------------------------- */

@@ -28,6 +28,13 @@
 
 #include <stdint.h>
 
+/* Binaries for chips before sm_80 hold these kernels too, which refuse there; what such chips do not have is a trap. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define NEEDS_SM_80(...) __trap()
+#else
+#define NEEDS_SM_80(...) __VA_ARGS__
+#endif
+
 /* A place in shared memory, in bytes: add to it, and give it to the functions below. */
 typedef uint32_t SharedAddress;
 
@@ -93,47 +100,46 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddres
 /* d (16 x 8) += a (16 x 16) b (16 x 8), bf16 factors, fp32 sums. */
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    NEEDS_SM_80(asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)));
 }
 
 /* d (16 x 8) += a (16 x 8) b (8 x 8), TF32 factors (fp32 whose last 13 bits do not count), fp32 sums. */
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    NEEDS_SM_80(asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)));
 }
 
 /* Copies 16 bytes of global memory to shared memory in the background, both 16-byte aligned; zeros where not `valid`, and
  * then `from` is not read. Belongs to the group that the thread's next copies_commit() closes. */
 __device__ __forceinline__ void copy_async_16(SharedAddress to, const void *from, bool valid)
 {
-    int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    NEEDS_SM_80(asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory"));
 }
 
-__device__ __forceinline__ void copies_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_commit(void) { NEEDS_SM_80(asm volatile("cp.async.commit_group;" ::: "memory")); }
 
 /* Waits until at most PENDING of the thread's latest groups are still on their way. Other threads' copies are there after
  * their own wait and a barrier. */
 template <int PENDING>
-__device__ __forceinline__ void copies_wait(void) { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void copies_wait(void) { NEEDS_SM_80(asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory")); }
 
 /* Two numbers rounded to bf16, `low` in the low half. */
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high)
 {
-    uint32_t x;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    uint32_t x = 0;
+    NEEDS_SM_80(asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low)));
     return x;
 }
 
 /* x rounded to TF32, to nearest, ties away from zero. */
 __device__ __forceinline__ uint32_t round_tf32(float x)
 {
-    uint32_t y;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    uint32_t y = 0;
+    NEEDS_SM_80(asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x)));
     return y;
 }
 
@@ -148,8 +154,8 @@ __device__ __forceinline__ float exp2_fast(float x)
 /* acc + 0 * x, by halves: NaN in a half once any x had a NaN or an infinity there. */
 __device__ __forceinline__ uint32_t gather_nonfinite(uint32_t acc, uint32_t x)
 {
-    uint32_t y;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(acc));
+    uint32_t y = 0;
+    NEEDS_SM_80(asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(acc)));
     return y;
 }
 
