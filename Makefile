@@ -89,7 +89,7 @@ KERNELS += $(patsubst dev/attention/%.cu,$(BUILD)/attention/%.so,$(wildcard dev/
 endif
 LIBATTENTION := $(BUILD)/libattention.so
 
-.PHONY: all run test test-c test-simt emulated tests fuzz bench bench-torch profile trace kernels libattention clean help
+.PHONY: all run test test-c test-simt test-emulated emulated tests fuzz bench bench-torch profile trace kernels libattention clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -109,11 +109,13 @@ test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: unde
 EMULATED := $(BUILD)/emulated
 EMULATED_TESTS := $(if $(SIMT_CXX),tests/test_cuda_layers tests/test_cuda_gpt tests/test_attention tests/test_decode)
 emulated: $(TRAIN) $(KERNELS) $(EMULATED_TESTS:%=$(BUILD)/%)
-test-simt: $(SIMT_TESTS)  ## the GPU code on the CPU, under the emulation of tests/simt and sanitizers
+test-simt: $(SIMT_TESTS) test-emulated  ## the GPU code on the CPU, under the emulation of tests/simt and sanitizers
+	@BUILD=$(BUILD) CC="$(CC)" FLASHGPT_SANITIZE=1 $(PYTHON) tests/run.py $(SIMT_TESTS)
+
+test-emulated:  ## of these what `make test` leaves out: the GPU's own test programs, and the trainer
 	$(if $(EMULATED_TESTS),@$(MAKE) --no-print-directory SIMT=1 DEBUG=1 VARIANT=$(EMULATED:build/%=%) emulated)
-	@BUILD=$(EMULATED) TRAIN=$(EMULATED)/train_gpt CC="$(CC)" FLASHGPT_SANITIZE=1 \
-	    $(PYTHON) tests/run.py $(SIMT_TESTS) $(EMULATED_TESTS:%=$(EMULATED)/%) \
-	    $(if $(EMULATED_TESTS),tests/test_cuda_train.py)
+	$(if $(EMULATED_TESTS),@BUILD=$(EMULATED) TRAIN=$(EMULATED)/train_gpt CC="$(CC)" FLASHGPT_SANITIZE=1 \
+	    $(PYTHON) tests/run.py $(EMULATED_TESTS:%=$(EMULATED)/%) tests/test_cuda_train.py)
 
 tests: $(TESTS) $(SIMT_TESTS) kernels $(LIBATTENTION)
 
