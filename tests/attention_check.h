@@ -362,22 +362,6 @@ static inline int run_kernel(const AttentionKernel *kernel, const Problem *probl
 /* The largest error seen since the caller last cleared it, as a share of what was allowed, for tests to print. */
 static double judge_worst[DTYPE_COUNT][QUANTITY_COUNT];
 
-/* The largest error of the plain computation in rows `first` to `last` - 1 of all rows, and where these are less than a stripe in those before
- * or behind that make it one: what two rows happen to err by says little of what is to be expected. */
-static inline double plain_error(const Problem *problem, int quantity, int64_t first, int64_t last)
-{
-    const AttentionShape *shape = &problem->shape;
-    int64_t width = quantity_width(shape, quantity), rows = shape->B * shape->NH * shape->T;
-    double plain = problem->plain_least[quantity];
-    if (last - first < STRIPE) first = last > STRIPE ? last - STRIPE : 0;
-    if (last - first < STRIPE) last = rows < STRIPE ? rows : STRIPE;
-    for (int64_t k = first * width; k < last * width; k++) {
-        double truth = problem->truth[quantity][k];
-        if (isfinite(truth)) plain = larger(plain, fabs(problem->plain[quantity][k] - truth));
-    }
-    return plain;
-}
-
 /* One quantity of one stripe: rows `first` to `last` - 1 of all rows. */
 static inline int judge_stripe(const Problem *problem, const Result *result, int quantity, int64_t first, int64_t last,
                                Judgement *judgement)
@@ -385,7 +369,7 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
     static const char *const names[QUANTITY_COUNT] = QUANTITY_NAMES;
     const AttentionShape *shape = &problem->shape;
     int64_t width = quantity_width(shape, quantity), head = first / shape->T, from = first % shape->T;
-    double worst = 0, plain = plain_error(problem, quantity, first, last), terms = 0, logits = 0;
+    double worst = 0, plain = 0, terms = 0, logits = 0;
     for (int64_t row = first; row < last; row++) {
         int clean = 1;
         /* A row is judged by its numbers where all of them are finite, else by where they are not: infinities and NaN pass
@@ -398,6 +382,7 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
                                    (long long)head, (long long)(row % shape->T), (long long)d, got, truth);
             if (!clean) continue;
             worst = larger(worst, fabs(got - truth));
+            plain = larger(plain, fabs(problem->plain[quantity][row * width + d] - truth));
         }
         if (!clean) continue;
         terms = larger(terms, problem->terms[quantity][row]);

@@ -30,7 +30,6 @@ typedef struct Problem {
     float *input[INPUT_COUNT];        /* (B, NH, T, HS), exact in shape.dtype */
     double *truth[QUANTITY_COUNT];    /* (B, NH, T, HS), LSE (B, NH, T) */
     float *plain[QUANTITY_COUNT];     /* the same, computed plainly in fp32 */
-    double plain_least[QUANTITY_COUNT]; /* what the plain computation is taken to err by at least; 0 unless a test sets it */
     double *terms[QUANTITY_COUNT];    /* (B, NH, T): largest sum of |terms| in the row */
     double *logits[QUANTITY_COUNT];   /* (B, NH, T): what an error of 1 in relative terms of the logits does to the row */
 } Problem;
@@ -251,7 +250,6 @@ static inline Problem problem_open(AttentionShape shape, InputKind kind, uint64_
 {
     Problem problem;
     problem.shape = shape;
-    memset(problem.plain_least, 0, sizeof problem.plain_least);
     int64_t rows = shape.B * shape.NH * shape.T;
     for (int part = 0; part < INPUT_COUNT; part++)
         problem.input[part] = (float *)allocate_zeros(rows * shape.HS, sizeof(float));

@@ -6,8 +6,8 @@
  *                                                                            +  logits * 2^-24 * (error through the logits)
  *
  * The plain computation is a materialised softmax attention, every sum in fp32 in the order of the formula, P, dS and the
- * results rounded to the kernel's type, D = rowsum(dO * O) from the rounded O that backward is handed: what a framework does. Where a
- * stripe has fewer rows than STRIPE, its error is taken over as many rows, of neighbouring heads if need be. The other two are a floor, for stripes in
+ * results rounded to the kernel's type, D = rowsum(dO * O) from the rounded O that backward is handed, as PyTorch's flash
+ * takes it: what a framework does. The other two are a floor, for stripes in
  * which the plain one happens to be lucky (at T = 1 it is exact). Both of their measures come with the truth: the sum of
  * the absolute values that are added up to an element, times the unit roundoff u of the type; and what errors in the
  * logits and in LSE, which are fp32 in every kernel, do to it: P_ij = exp(S_ij - LSE_i) moves by P_ij (1 - P_ij) of the

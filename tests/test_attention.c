@@ -203,9 +203,6 @@ static void test_many_heads(Subject *subject, Dtype dtype)
         if (!takes(subject, &shape)) return;
         Problem problem = problem_create(shape, INPUT_NORMAL, 17);
         Judgement judgement = {""};
-        /* The worst of so many short stripes is held against the worst that the plain computation does in any of them. */
-        for (int quantity = 0; quantity < QUANTITY_COUNT; quantity++)
-            problem.plain_least[quantity] = plain_error(&problem, quantity, 0, many * T);
         CHECK(check_kernel(subject->kernel, &problem, LAYOUT_PACKED, 0, subject->machine, &judgement) == 0, "T %lld: %s",
               (long long)T, judgement.text);
         record_worst(subject, dtype);
