@@ -369,7 +369,7 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
     static const char *const names[QUANTITY_COUNT] = QUANTITY_NAMES;
     const AttentionShape *shape = &problem->shape;
     int64_t width = quantity_width(shape, quantity), head = first / shape->T, from = first % shape->T;
-    double worst = 0, plain = 0, terms = 0, logits = 0;
+    double worst = 0, plain = 0, terms = 0, squares = 0, logits = 0, size = 0;
     for (int64_t row = first; row < last; row++) {
         int clean = 1;
         /* A row is judged by its numbers where all of them are finite, else by where they are not: infinities and NaN pass
@@ -383,14 +383,18 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
             if (!clean) continue;
             worst = larger(worst, fabs(got - truth));
             plain = larger(plain, fabs(problem->plain[quantity][row * width + d] - truth));
+            if (quantity != QUANTITY_LSE) size = larger(size, fabs(truth)); /* what the result's own rounding is of */
         }
         if (!clean) continue;
         terms = larger(terms, problem->terms[quantity][row]);
+        squares = larger(squares, problem->squares[quantity][row]);
         logits = larger(logits, problem->logits[quantity][row]);
     }
     double u = quantity == QUANTITY_LSE ? unit_roundoff[DTYPE_FP32] : unit_roundoff[shape->dtype];
     const Bound *bound = &bounds[shape->dtype][quantity];
-    double allowed = FACTOR * plain + bound->terms * u * terms + bound->logits * unit_roundoff[DTYPE_FP32] * logits;
+    double floor = bound->terms * (terms + size), luck = bound->squares * sqrt(squares + size * size);
+    if (bound->squares > 0 && luck < floor) floor = luck;
+    double allowed = larger(FACTOR * plain, u * floor) + bound->logits * unit_roundoff[DTYPE_FP32] * logits;
     if (worst > 0) judge_worst[shape->dtype][quantity] = larger(judge_worst[shape->dtype][quantity], worst / allowed);
     if (worst <= allowed) return 0;
     return judge_fault(judgement, "%s head %lld rows %lld to %lld: error %.3g, allowed %.3g (plain computation %.3g)",

@@ -30,7 +30,8 @@ typedef struct Problem {
     float *input[INPUT_COUNT];        /* (B, NH, T, HS), exact in shape.dtype */
     double *truth[QUANTITY_COUNT];    /* (B, NH, T, HS), LSE (B, NH, T) */
     float *plain[QUANTITY_COUNT];     /* the same, computed plainly in fp32 */
-    double *terms[QUANTITY_COUNT];    /* (B, NH, T): largest sum of |terms| in the row */
+    double *terms[QUANTITY_COUNT];    /* (B, NH, T): by how many u the plain computation's roundings may move the row, at worst */
+    double *squares[QUANTITY_COUNT];  /* (B, NH, T): the sum of the squares of the single ones */
     double *logits[QUANTITY_COUNT];   /* (B, NH, T): what an error of 1 in relative terms of the logits does to the row */
 } Problem;
 
@@ -115,6 +116,13 @@ static inline void add_scaled_double(double *y, double a, const float *x, int64_
     for (int64_t i = 0; i < n; i++) y[i] += a * x[i];
 }
 
+/* One more rounding that moves a sum by u times this: their sum, which no luck exceeds, and the sum of their squares. */
+static inline void add_term(double x, double *terms, double *squares)
+{
+    *terms += fabs(x);
+    *squares += x * x;
+}
+
 /* The truth of query row i of one head; `row` (3, T) is room to work. */
 static inline void truth_row(Problem *problem, int64_t head, int64_t i, double *row)
 {
@@ -138,25 +146,40 @@ static inline void truth_row(Problem *problem, int64_t head, int64_t i, double *
     double lse = problem->truth[QUANTITY_LSE][me] = max + log(sum);
     problem->terms[QUANTITY_LSE][me] = 1 + fabs(lse);
     problem->logits[QUANTITY_LSE][me] = s_abs;
-    double q_max = largest_of(q, HS), do_max = largest_of(dout, HS);
+    /* What the roundings of the plain computation do, each to first order: of P to O and so to D, of O to D, of P and of dS
+     * to dS, of P to dV. Those of D move all of a row's dS together. */
+    double q_max = largest_of(q, HS), do_max = largest_of(dout, HS), *o = problem->truth[QUANTITY_O] + me * HS;
+    double D_terms = 0, D_squares = 0, D_reach = 0;
+    for (int64_t j = 0; j <= i; j++) {
+        add_term(p[j] * dp[j], &D_terms, &D_squares);
+        add_scaled_double(o, p[j], problem->input[INPUT_V] + (base + j) * HS, HS);
+    }
+    for (int64_t d = 0; d < HS; d++) add_term(dout[d] * o[d], &D_terms, &D_squares);
     for (int64_t j = 0; j <= i; j++) {
         const float *k = problem->input[INPUT_K] + (base + j) * HS, *v = problem->input[INPUT_V] + (base + j) * HS;
+        int64_t you = base + j;
         double k_max = largest_of(k, HS), v_max = largest_of(v, HS), p_error = p[j] * ((1 - p[j]) * s_abs + fabs(lse));
-        double ds = scale * p[j] * (dp[j] - D), ds_size = size * p[j] * (fabs(dp[j]) + fabs(D));
+        double ds = scale * p[j] * (dp[j] - D);
         double ds_error = size * (p_error * (fabs(dp[j]) + fabs(D)) + p[j] * (dp_abs[j] + D_abs));
-        add_scaled_double(problem->truth[QUANTITY_O] + me * HS, p[j], v, HS);
         add_scaled_double(problem->truth[QUANTITY_DQ] + me * HS, ds, k, HS);
-        add_scaled_double(problem->truth[QUANTITY_DK] + (base + j) * HS, ds, q, HS);
-        add_scaled_double(problem->truth[QUANTITY_DV] + (base + j) * HS, p[j], dout, HS);
-        problem->terms[QUANTITY_O][me] += p[j] * v_max;
+        add_scaled_double(problem->truth[QUANTITY_DK] + you * HS, ds, q, HS);
+        add_scaled_double(problem->truth[QUANTITY_DV] + you * HS, p[j], dout, HS);
+        add_term(p[j] * v_max, &problem->terms[QUANTITY_O][me], &problem->squares[QUANTITY_O][me]);
+        add_term(p[j] * do_max, &problem->terms[QUANTITY_DV][you], &problem->squares[QUANTITY_DV][you]);
+        for (int rounding = 0; rounding < 2; rounding++) {
+            add_term(ds * k_max, &problem->terms[QUANTITY_DQ][me], &problem->squares[QUANTITY_DQ][me]);
+            add_term(ds * q_max, &problem->terms[QUANTITY_DK][you], &problem->squares[QUANTITY_DK][you]);
+        }
+        D_reach += size * p[j] * k_max;
+        problem->terms[QUANTITY_DK][you] += size * p[j] * q_max * D_terms;
+        problem->squares[QUANTITY_DK][you] += size * p[j] * q_max * size * p[j] * q_max * D_squares;
         problem->logits[QUANTITY_O][me] += p_error * v_max;
-        problem->terms[QUANTITY_DQ][me] += ds_size * k_max;
         problem->logits[QUANTITY_DQ][me] += ds_error * k_max;
-        problem->terms[QUANTITY_DK][base + j] += ds_size * q_max;
-        problem->logits[QUANTITY_DK][base + j] += ds_error * q_max;
-        problem->terms[QUANTITY_DV][base + j] += p[j] * do_max;
-        problem->logits[QUANTITY_DV][base + j] += p_error * do_max;
+        problem->logits[QUANTITY_DK][you] += ds_error * q_max;
+        problem->logits[QUANTITY_DV][you] += p_error * do_max;
     }
+    problem->terms[QUANTITY_DQ][me] += D_reach * D_terms;
+    problem->squares[QUANTITY_DQ][me] += D_reach * D_reach * D_squares;
 }
 
 /* y += a x, in fp32 */
@@ -224,6 +247,7 @@ static inline void problem_solve_rows(Problem *problem, const int64_t *rows, int
         memset(problem->truth[quantity], 0, elements * sizeof(double));
         memset(problem->plain[quantity], 0, elements * sizeof(float));
         memset(problem->terms[quantity], 0, all * sizeof(double));
+        memset(problem->squares[quantity], 0, all * sizeof(double));
         memset(problem->logits[quantity], 0, all * sizeof(double));
     }
 #pragma omp parallel
@@ -258,6 +282,7 @@ static inline Problem problem_open(AttentionShape shape, InputKind kind, uint64_
         problem.truth[quantity] = (double *)allocate_zeros(count, sizeof(double));
         problem.plain[quantity] = (float *)allocate_zeros(count, sizeof(float));
         problem.terms[quantity] = (double *)allocate_zeros(rows, sizeof(double));
+        problem.squares[quantity] = (double *)allocate_zeros(rows, sizeof(double));
         problem.logits[quantity] = (double *)allocate_zeros(rows, sizeof(double));
     }
     problem_fill(&problem, kind, seed);
@@ -295,6 +320,7 @@ static inline void problem_free(Problem *problem)
         free(problem->truth[quantity]);
         free(problem->plain[quantity]);
         free(problem->terms[quantity]);
+        free(problem->squares[quantity]);
         free(problem->logits[quantity]);
     }
 }

@@ -2,16 +2,25 @@
  *
  * In each head and each stripe of STRIPE rows, the largest error against the float64 truth may be at most
  *
- *     FACTOR * (largest error of a plain computation in the same precision)  +  terms * u * (sum of |terms|)
- *                                                                            +  logits * 2^-24 * (error through the logits)
+ *     the larger of  FACTOR * (largest error of a plain computation in the same precision)
+ *               and  u * the smaller of  terms * sum |r|  and  squares * sqrt(sum r^2)
+ *     +  logits * 2^-24 * (error through the logits)
  *
  * The plain computation is a materialised softmax attention, every sum in fp32 in the order of the formula, P, dS and the
  * results rounded to the kernel's type, D = rowsum(dO * O) from the rounded O that backward is handed, as PyTorch's flash
- * takes it: what a framework does. The other two are a floor, for stripes in
- * which the plain one happens to be lucky (at T = 1 it is exact). Both of their measures come with the truth: the sum of
- * the absolute values that are added up to an element, times the unit roundoff u of the type; and what errors in the
- * logits and in LSE, which are fp32 in every kernel, do to it: P_ij = exp(S_ij - LSE_i) moves by P_ij (1 - P_ij) of the
- * one and P_ij of the other.
+ * takes it: what a framework does. A kernel rounds at the same places, but elsewhere to the other neighbour; in a stripe
+ * where the plain one is lucky (of two rows, or of one: at T = 1 it is exact) twice its error says nothing. There the
+ * second line holds, what these roundings can do at all: each moves the result by at most u r, u the unit roundoff of the
+ * type (to first order; Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 3). Their sum is reached only
+ * where all have the same sign and size, so where there are many, `squares` standard deviations hold instead (0: the
+ * sum alone, for fp32, where the order of the sums is what errs, not the few roundings in between). r is:
+ *
+ *     P_ij          V_j and through O -> D: dO_i . V_j     the result itself, once more
+ *     O_i           D_i = dO_i . O_i, which moves all dS_ij = P_ij (dP_ij - D_i) of its row
+ *     P_ij, dS_ij   dS_ij, each once: K_j of dQ, Q_i of dK
+ *
+ * The third line is what errors in the logits and in LSE, which are fp32 in every kernel, do: P_ij = exp(S_ij - LSE_i)
+ * moves by P_ij (1 - P_ij) of the one and P_ij of the other.
  */
 #ifndef BOUNDS_H
 #define BOUNDS_H
@@ -23,20 +32,20 @@ typedef enum Quantity { QUANTITY_O, QUANTITY_LSE, QUANTITY_DQ, QUANTITY_DK, QUAN
 #define QUANTITY_NAMES {"O", "LSE", "dQ", "dK", "dV"}
 
 typedef struct Bound {
-    double terms, logits;
+    double terms, squares, logits; /* as above */
 } Bound;
 
 /* Rows judged together. A whole-tensor norm would hide one wrong stripe of one head. */
 #define STRIPE 16
 #define FACTOR 2.0
 
-/* LSE is fp32 whatever the type. */
-static const double unit_roundoff[DTYPE_COUNT] = {0x1p-24 /* fp32 */, 0x1p-9 /* bf16 */};
+/* 24 and 8 significant bits, to nearest. LSE is fp32 whatever the type. */
+static const double unit_roundoff[DTYPE_COUNT] = {0x1p-24 /* fp32 */, 0x1p-8 /* bf16 */};
 
 /* In the order of the enums: a line a dtype; O, LSE, dQ, dK, dV. C++ programs read this too, which know no array designators. */
 static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
-    {{4, 2}, {4, 2}, {4, 2}, {4, 2}, {4, 2}}, /* fp32 */
-    {{1, 1}, {4, 2}, {1, 1}, {1, 1}, {1, 1}}, /* bf16 */
+    {{4, 0, 2}, {4, 0, 2}, {4, 0, 2}, {4, 0, 2}, {4, 0, 2}}, /* fp32 */
+    {{1, 2, 1}, {4, 0, 2}, {1, 2, 1}, {1, 2, 1}, {1, 2, 1}}, /* bf16 */
 };
 
 /* Logits of a whole model beside those of another program, by the largest of them: fp32 in another order of sums. */
