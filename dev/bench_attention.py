@@ -78,16 +78,16 @@ Bounds = collections.namedtuple("Bounds", "stripe factor roundoff table")
 
 
 def read_bounds(path=os.path.join(bench.ROOT, "tests", "bounds.h")):
-    """The bounds that the tests hold kernels to: roundoff[dtype], table[dtype][quantity] = (terms, logits)."""
+    """The bounds that the tests hold kernels to: roundoff[dtype], table[dtype][quantity] = (terms, squares, logits)."""
     with open(path) as file:
         text = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
     stripe, factor = re.search(r"#define STRIPE (\d+)", text), re.search(r"#define FACTOR ([\d.]+)", text)
     units = re.findall(r"0x1p-\d+", text)
-    pairs = [tuple(map(float, pair)) for pair in re.findall(r"\{([\d.]+), ([\d.]+)\}", text)]
-    if not stripe or not factor or len(units) != 2 or len(pairs) != 2 * len(QUANTITIES):
-        raise Fault(f"{path}: {len(units)} unit roundoffs and {len(pairs)} bounds, expected STRIPE, FACTOR, 2 and "
+    found = [tuple(map(float, bound)) for bound in re.findall(r"\{([\d.]+), ([\d.]+), ([\d.]+)\}", text)]
+    if not stripe or not factor or len(units) != 2 or len(found) != 2 * len(QUANTITIES):
+        raise Fault(f"{path}: {len(units)} unit roundoffs and {len(found)} bounds, expected STRIPE, FACTOR, 2 and "
                     f"{2 * len(QUANTITIES)}")
-    rows = dict(zip(("fp32", "bf16"), (pairs[:len(QUANTITIES)], pairs[len(QUANTITIES):])))
+    rows = dict(zip(("fp32", "bf16"), (found[:len(QUANTITIES)], found[len(QUANTITIES):])))
     return Bounds(int(stripe.group(1)), float(factor.group(1)), dict(zip(("fp32", "bf16"), map(float.fromhex, units))),
                   {dtype: dict(zip(QUANTITIES, row)) for dtype, row in rows.items()})
 
@@ -105,8 +105,9 @@ def largest(x):
 def solve(Q, K, V, dO, scale):
     """The truth from (h, T, HS) tensors in float64, with the measures of tests/bounds.h.
 
-    Returns three dictionaries by quantity: the truth (h, T, HS), LSE (h, T, 1); the largest sum of |terms| in a row and what
-    errors of the logits do to it, both (h, T, 1).
+    Returns four dictionaries by quantity: the truth (h, T, HS), LSE (h, T, 1); by how many u the roundings of the plain
+    computation move a row at worst, the sum of the squares of the single ones (of LSE 0), and what errors of the logits do
+    to it, each (h, T, 1).
     """
     future, size = future_of(Q), abs(scale)
     s_abs = (Q.abs() @ K.abs().mT).mul_(size).masked_fill_(future, 0).amax(2, keepdim=True)  # (h, T, 1)
@@ -114,29 +115,44 @@ def solve(Q, K, V, dO, scale):
     LSE = P.logsumexp(2, keepdim=True)
     P.sub_(LSE).exp_()
     dP, dP_abs = dO @ V.mT, dO.abs() @ V.abs().mT
-    D, D_abs = (P * dP).sum(2, keepdim=True), (P * dP_abs).sum(2, keepdim=True)
+    D_abs = (P * dP_abs).sum(2, keepdim=True)
+    O, each = P @ V, P * dP
+    D, rest = each.sum(2, keepdim=True), (dO * O).abs_()
+    D_terms = each.abs_().sum(2, keepdim=True).add_(rest.sum(2, keepdim=True))
+    D_squares = each.square_().sum(2, keepdim=True).add_(rest.square_().sum(2, keepdim=True))
+    del each
     P_error = (1 - P).mul_(s_abs).add_(LSE.abs()).mul_(P)
-    spread = dP.abs().add_(D.abs())
-    dS_error = (P_error * spread).add_(dP_abs.add_(D_abs).mul_(P)).mul_(size)
-    dS_size = spread.mul_(P).mul_(size)
+    dS_error = dP.abs().add_(D.abs()).mul_(P_error).add_(dP_abs.add_(D_abs).mul_(P)).mul_(size)
+    del dP_abs
     dS = dP.sub_(D).mul_(P).mul_(scale)
-    truth = {"O": P @ V, "LSE": LSE, "dQ": dS @ K, "dK": dS.mT @ Q, "dV": P.mT @ dO}
+    truth = {"O": O, "LSE": LSE, "dQ": dS @ K, "dK": dS.mT @ Q, "dV": P.mT @ dO}
     q, k, v, do = map(largest, (Q, K, V, dO))
-    terms = {"O": P @ v, "LSE": 1 + LSE.abs(), "dQ": dS_size @ k, "dK": dS_size.mT @ q, "dV": P.mT @ do}
     logits = {"O": P_error @ v, "LSE": s_abs, "dQ": dS_error @ k, "dK": dS_error.mT @ q, "dV": P_error.mT @ do}
-    return truth, terms, logits
+    del P_error, dS_error
+    reach = (P @ k).mul_(size)  # what an error of D does to a row of dQ
+    dS.abs_()
+    terms = {"O": P @ v, "LSE": 1 + LSE.abs(), "dQ": (dS @ k).mul_(2).add_(reach * D_terms),
+             "dK": (dS.mT @ q).mul_(2).add_(P.mT @ (q * D_terms) * size), "dV": P.mT @ do}
+    P.square_(), dS.square_()
+    squares = {"O": P @ v.square(), "LSE": torch.zeros_like(LSE),
+               "dQ": (dS @ k.square()).mul_(2).add_(reach.square() * D_squares),
+               "dK": (dS.mT @ q.square()).mul_(2).add_(P.mT @ (q.square() * D_squares) * size ** 2),
+               "dV": P.mT @ do.square()}
+    return truth, terms, squares, logits
 
 
 def solve_plainly(Q, K, V, dO, scale, dtype):
-    """The plain computation of tests/bounds.h, from (h, T, HS) in fp32: P, dS and the results rounded to `dtype`."""
+    """The plain computation of tests/bounds.h, from (h, T, HS) in fp32: P, dS and the results rounded to `dtype`, D from the
+    rounded O."""
     def rounded(x):
         return x.to(dtype).float()
     P = (Q @ K.mT).mul_(scale).masked_fill_(future_of(Q), -math.inf)
     LSE = P.logsumexp(2, keepdim=True)
     P = rounded(P.softmax(2))
-    dP = dO @ V.mT
-    dS = rounded((dP - (P * dP).sum(2, keepdim=True)).mul_(P).mul_(scale))
-    return {"O": rounded(P @ V), "LSE": LSE, "dQ": rounded(dS @ K), "dK": rounded(dS.mT @ Q), "dV": rounded(P.mT @ dO)}
+    O = rounded(P @ V)
+    D = (dO * O).sum(2, keepdim=True)
+    dS = rounded((dO @ V.mT).sub_(D).mul_(P).mul_(scale))
+    return {"O": O, "LSE": LSE, "dQ": rounded(dS @ K), "dK": rounded(dS.mT @ Q), "dV": rounded(P.mT @ dO)}
 
 
 def by_stripe(rows, stripe):
@@ -158,13 +174,17 @@ class Truth:
         for first in range(0, heads, step):
             some = [x[first:first + step] for x in (Q, K, V, dO)]
             plain = solve_plainly(*(x.float() for x in some), tensors.scale, Q.dtype)
-            truth, terms, logits = solve(*(x.double() for x in some), tensors.scale)
+            truth, *measures = solve(*(x.double() for x in some), tensors.scale)
             for quantity in QUANTITIES:
                 unit = bounds.roundoff["fp32" if quantity == "LSE" else dtype]
-                of_terms, of_logits = bounds.table[dtype][quantity]
+                of_terms, of_squares, of_logits = bounds.table[dtype][quantity]
                 off = by_stripe((plain[quantity] - truth[quantity]).abs(), bounds.stripe)
-                allowed = (bounds.factor * off + of_terms * unit * by_stripe(terms[quantity], bounds.stripe) +
-                           of_logits * bounds.roundoff["fp32"] * by_stripe(logits[quantity], bounds.stripe))
+                terms, squares, logits = (by_stripe(measure[quantity], bounds.stripe) for measure in measures)
+                size = 0 if quantity == "LSE" else by_stripe(truth[quantity].abs(), bounds.stripe)  # what the result rounds
+                floor = of_terms * (terms + size)
+                if of_squares > 0:
+                    floor = floor.minimum(of_squares * (squares + size ** 2).sqrt())
+                allowed = (bounds.factor * off).maximum(unit * floor) + of_logits * bounds.roundoff["fp32"] * logits
                 parts[quantity].append((truth[quantity], allowed))
         self.value = {quantity: torch.cat([part[0] for part in found]) for quantity, found in parts.items()}
         self.allowed = {quantity: torch.cat([part[1] for part in found]) for quantity, found in parts.items()}
