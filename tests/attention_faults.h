@@ -1,7 +1,7 @@
 /* attention_faults.h - attention kernels that are wrong on purpose, each in one way that has happened to somebody.
  *
  * The checker must reject every one of them, and must pass FAULT_NONE, which is the same code without a fault. Row by row,
- * in double; only what the fault needs.
+ * in double, with only the results rounded to the type; only what the fault needs.
  */
 #ifndef ATTENTION_FAULTS_H
 #define ATTENTION_FAULTS_H
@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "attention/attention.h"
+#include "tests/attention_truth.h"
 
 typedef enum Fault {
     FAULT_NONE,
@@ -18,8 +19,8 @@ typedef enum Fault {
     FAULT_DV_ROW,       /* dV takes every row of dO for the last one: right where all rows of dO are equal */
     FAULT_STALE,        /* the last T % 32 rows of O are not written */
     FAULT_ZEROS,        /* the last T % 32 rows of O are zeros */
-    FAULT_STRIPE,       /* O of the last rows of the last head is off by 1e-5 of itself */
-    FAULT_DQ_STRIPE,    /* dQ of the same by 1e-4 */
+    FAULT_STRIPE,       /* O of the last rows of the last head is off by a part of itself */
+    FAULT_DQ_STRIPE,    /* dQ of the same */
     FAULT_DK_HEAD,      /* dK of the last head lacks the last query */
     FAULT_SCALE,        /* dK lacks the factor of the logits */
     FAULT_LSE,          /* LSE is the log-sum-exp without its maximum */
@@ -28,28 +29,46 @@ typedef enum Fault {
     FAULT_NO_MAXIMUM,   /* exponentials without the maximum taken off */
     FAULT_ADDS,         /* adds to dQ instead of writing it */
     FAULT_NEIGHBOUR,    /* writes one element behind the last row of O */
-    FAULT_INPUT,        /* scales Q in place and back */
+    FAULT_INPUT,        /* writes to Q */
     FAULT_SCRATCH,      /* writes one byte behind scratch */
-    FAULT_WANDERS,      /* adds another last bit to dV on every call */
+    FAULT_WANDERS,      /* changes last bits of dV on every other call */
     FAULT_COUNT
 } Fault;
 
 static const char *const fault_names[FAULT_COUNT] = {
     "no fault", "mask one late", "mask one early", "dV from the wrong row", "last partial tile stale",
-    "last partial tile zero", "O off by 1e-5 in the last stripe of one head",
-    "dQ off by 1e-4 in the last stripe of one head", "dK of one head lacks the last query", "dK without the scale",
-    "LSE without its maximum", "mask by zero weights", "mask by -1e4", "softmax without its maximum", "dQ added to",
-    "O one element too long", "Q written to", "scratch overrun", "dV different on every run",
+    "last partial tile zero", "O off in the last stripe of one head", "dQ off in the last stripe of one head",
+    "dK of one head lacks the last query", "dK without the scale", "LSE without its maximum", "mask by zero weights",
+    "mask by -1e4", "softmax without its maximum", "dQ added to", "O one element too long", "Q written to",
+    "scratch overrun", "dV different on every run",
 };
 
-static const float *fault_input(AttentionInput view, int64_t b, int64_t h, int64_t t)
+/* By what part of itself a result is off, in the faults that have a size. */
+static const double fault_sizes[DTYPE_COUNT][FAULT_COUNT] = {
+    {[FAULT_STRIPE] = 1e-5, [FAULT_DQ_STRIPE] = 1e-4, [FAULT_WANDERS] = 1e-7},  /* fp32 */
+    {[FAULT_STRIPE] = 0.02, [FAULT_DQ_STRIPE] = 0.05, [FAULT_WANDERS] = 0.004}, /* bf16 */
+};
+
+/* Element d of a row, in the type of the call. */
+static float fault_read(AttentionInput view, int64_t b, int64_t h, int64_t t, int64_t d, Dtype dtype)
 {
-    return (const float *)view.data + b * view.batch_stride + t * view.row_stride + h * view.head_stride;
+    int64_t at = b * view.batch_stride + t * view.row_stride + h * view.head_stride + d;
+    uint32_t bits;
+    float x;
+    if (dtype == DTYPE_BF16) bits = (uint32_t)((const uint16_t *)view.data)[at] << 16;
+    else bits = ((const uint32_t *)view.data)[at];
+    memcpy(&x, &bits, 4);
+    return x;
 }
 
-static float *fault_output(AttentionOutput view, int64_t b, int64_t h, int64_t t)
+static void fault_write(AttentionOutput view, int64_t b, int64_t h, int64_t t, int64_t d, double value, Dtype dtype)
 {
-    return (float *)view.data + b * view.batch_stride + t * view.row_stride + h * view.head_stride;
+    int64_t at = b * view.batch_stride + t * view.row_stride + h * view.head_stride + d;
+    float x = round_to((float)value, dtype);
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (dtype == DTYPE_BF16) ((uint16_t *)view.data)[at] = (uint16_t)(bits >> 16);
+    else ((uint32_t *)view.data)[at] = bits;
 }
 
 /* Columns that row i sums over. */
@@ -70,7 +89,7 @@ static double fault_softmax(Fault fault, double *P, AttentionInput Q, AttentionI
     for (int64_t j = 0; j < columns; j++) {
         double s = 0;
         for (int64_t d = 0; d < shape->HS; d++)
-            s += (double)fault_input(Q, b, h, i)[d] * fault_input(K, b, h, j)[d];
+            s += (double)fault_read(Q, b, h, i, d, shape->dtype) * fault_read(K, b, h, j, d, shape->dtype);
         P[j] = s * shape->scale;
         if (fault == FAULT_NAN && j > i) P[j] = -INFINITY;
         if (fault == FAULT_SENTINEL && j > i) P[j] = -1e4;
@@ -86,6 +105,7 @@ static const char *fault_forward(Fault fault, AttentionOutput O, float *LSE, voi
                                  AttentionInput K, AttentionInput V, const AttentionShape *shape)
 {
     int64_t T = shape->T, HS = shape->HS, B = shape->B, NH = shape->NH;
+    Dtype dtype = shape->dtype;
     double *P = malloc((size_t)(T + 1) * sizeof(double));
     if (!P) return "no memory";
     for (int64_t row = 0; row < B * NH * T; row++) {
@@ -95,14 +115,14 @@ static const char *fault_forward(Fault fault, AttentionOutput O, float *LSE, voi
         if (fault == FAULT_STALE && i >= whole) continue;
         for (int64_t d = 0; d < HS; d++) {
             double sum = 0;
-            for (int64_t j = 0; j < fault_columns(fault, i, T); j++) sum += P[j] * fault_input(V, b, h, j)[d];
+            for (int64_t j = 0; j < fault_columns(fault, i, T); j++) sum += P[j] * fault_read(V, b, h, j, d, dtype);
             if (fault == FAULT_ZEROS && i >= whole) sum = 0;
-            if (fault == FAULT_STRIPE && last_head && i >= T - 3) sum *= 1 + 1e-5;
-            fault_output(O, b, h, i)[d] = (float)sum;
+            if (fault == FAULT_STRIPE && last_head && i >= T - 3) sum *= 1 + fault_sizes[dtype][fault];
+            fault_write(O, b, h, i, d, sum, dtype);
         }
     }
-    if (fault == FAULT_NEIGHBOUR) fault_output(O, B - 1, NH - 1, T - 1)[HS] = 0;
-    if (fault == FAULT_INPUT) *(float *)(void *)fault_input(Q, 0, 0, 0) *= 1.5f;
+    if (fault == FAULT_NEIGHBOUR) fault_write(O, B - 1, NH - 1, T - 1, HS, 0, dtype);
+    if (fault == FAULT_INPUT) fault_write((AttentionOutput){(void *)Q.data, 0, 0, 0}, 0, 0, 0, 0, 0.5, dtype);
     if (fault == FAULT_SCRATCH) ((char *)scratch)[16] = 0;
     free(P);
     return NULL;
@@ -115,36 +135,44 @@ static const char *fault_backward(Fault fault, AttentionOutput dQ, AttentionOutp
     static int calls;
     int64_t T = shape->T, HS = shape->HS, NH = shape->NH, heads = shape->B * NH;
     double *P = malloc((size_t)T * sizeof(double)), *dP = malloc((size_t)T * sizeof(double));
-    double *sums = malloc((size_t)(2 * T * HS) * sizeof(double)), wander = fault == FAULT_WANDERS ? ++calls * 1e-7 : 0;
+    double *sums = malloc((size_t)(2 * T * HS) * sizeof(double)), wander = 0;
+    double dK_scale = fault == FAULT_SCALE ? 1 : shape->scale;
+    Dtype dtype = shape->dtype;
+    if (fault == FAULT_WANDERS) wander = ++calls % 2 * fault_sizes[dtype][fault];
     for (int64_t head = 0; head < heads && P && dP && sums; head++) {
         int64_t b = head / NH, h = head % NH;
         for (int64_t k = 0; k < 2 * T * HS; k++) sums[k] = 0;
         for (int64_t i = 0; i < T; i++) {
             int64_t columns = fault_columns(fault, i, T), out = fault == FAULT_DV_ROW ? T - 1 : i;
-            double D = 0, stretch = fault == FAULT_DQ_STRIPE && head == heads - 1 && i >= T - 3 ? 1 + 1e-4 : 1;
+            double D = 0, stretch = 1;
+            if (fault == FAULT_DQ_STRIPE && head == heads - 1 && i >= T - 3) stretch += fault_sizes[dtype][fault];
             fault_softmax(fault, P, Q, K, b, h, i, shape);
             for (int64_t j = 0; j < columns; j++) {
                 dP[j] = 0;
-                for (int64_t d = 0; d < HS; d++) dP[j] += (double)fault_input(dO, b, h, i)[d] * fault_input(V, b, h, j)[d];
+                for (int64_t d = 0; d < HS; d++)
+                    dP[j] += (double)fault_read(dO, b, h, i, d, dtype) * fault_read(V, b, h, j, d, dtype);
                 D += P[j] * dP[j];
             }
             for (int64_t d = 0; d < HS; d++) {
                 double sum = 0;
                 for (int64_t j = 0; j < columns; j++) {
                     double dS = P[j] * (dP[j] - D);
-                    sum += shape->scale * dS * fault_input(K, b, h, j)[d];
+                    sum += shape->scale * dS * fault_read(K, b, h, j, d, dtype);
                     if (!(fault == FAULT_DK_HEAD && head == heads - 1 && i == T - 1))
-                        sums[j * HS + d] += (fault == FAULT_SCALE ? 1 : shape->scale) * dS * fault_input(Q, b, h, i)[d];
-                    sums[(T + j) * HS + d] += P[j] * fault_input(dO, b, h, out)[d];
+                        sums[j * HS + d] += dK_scale * dS * fault_read(Q, b, h, i, d, dtype);
+                    sums[(T + j) * HS + d] += P[j] * fault_read(dO, b, h, out, d, dtype);
                 }
-                float *to = fault_output(dQ, b, h, i) + d;
-                *to = (float)(sum * stretch) + (fault == FAULT_ADDS ? *to : 0);
+                sum *= stretch;
+                if (fault == FAULT_ADDS)
+                    sum += fault_read((AttentionInput){dQ.data, dQ.batch_stride, dQ.row_stride, dQ.head_stride}, b, h, i, d,
+                                      dtype);
+                fault_write(dQ, b, h, i, d, sum, dtype);
             }
         }
         for (int64_t j = 0; j < T; j++)
             for (int64_t d = 0; d < HS; d++) {
-                fault_output(dK, b, h, j)[d] = (float)sums[j * HS + d];
-                fault_output(dV, b, h, j)[d] = (float)(sums[(T + j) * HS + d] * (1 + wander));
+                fault_write(dK, b, h, j, d, sums[j * HS + d], dtype);
+                fault_write(dV, b, h, j, d, sums[(T + j) * HS + d] * (1 + wander), dtype);
             }
     }
     free(P), free(dP), free(sums);
