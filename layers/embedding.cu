@@ -4,8 +4,8 @@
  * ROWS sequences of the batch and has their rows of wte under way together. Rows are found without a division. The result
  * is marked as not to be kept in the caches, which are left to the rows of frequent tokens.
  *
- *     block:  position t, sequences b .. b+3      wpe[t]  +  wte[tokens[b,t]]    -> out[b,t]
- *                                                         +  wte[tokens[b+1,t]]  -> out[b+1,t]   ...
+ *     block:  position t, sequences b, b+1        wpe[t]  +  wte[tokens[b,t]]    -> out[b,t]
+ *                                                         +  wte[tokens[b+1,t]]  -> out[b+1,t]
  *
  * Bytes: tokens, the rows of wte that occur (once each; again they come from L2), wpe, and out, by far the most.
  *
@@ -31,7 +31,7 @@
 
 enum {
     THREADS = 256,                     /* of a block of forward, at most */
-    ROWS = 4,                          /* sequences that a thread of it serves */
+    ROWS = 2,                          /* sequences that a thread of it serves */
     PIECE_WARPS = 4, PIECE_BLOCKS = 4, /* warps of a block; blocks of a multiprocessor: as many as registers allow */
     QUADS_MOST = 6,                    /* packs of a row that a lane holds */
     SUM_WARPS = 8, SUM_LOADS = 8,      /* the same where partial sums and positions are added up */
