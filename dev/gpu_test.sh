@@ -73,13 +73,20 @@ run_tool() {
     began=$(date +%s)
     deadline=$((began + seconds))
     for dtype in bf16 fp32; do
-        sanitized "train_gpt $dtype" "./$TRAIN" --data "$run/data" --device cuda --dtype "$dtype" --layers 2 --heads 2 \
-            --dim 32 --seq 33 --batch 3 --steps 3 --eval-every 0 --save-every 0 --out "$run/$tool-$dtype"
+        width='--heads 2 --dim 32'
+        # initcheck does not see the bulk stores of cuBLAS's sm_90 products in bf16: it calls what they wrote uninitialised,
+        # even where nothing but one product and one reader runs. Rows of an odd number of elements keep cuBLAS from them.
+        [ "$tool$dtype" != initcheckbf16 ] || width='--heads 1 --dim 17'
+        # shellcheck disable=SC2086
+        sanitized "train_gpt $dtype ($width)" "./$TRAIN" --data "$run/data" --device cuda --dtype "$dtype" --layers 2 \
+            $width --seq 33 --batch 3 --steps 3 --eval-every 0 --save-every 0 --out "$run/$tool-$dtype"
     done
     sanitized test_attention "$BUILD/tests/test_attention" again
-    sanitized test_cuda_gpt "$BUILD/tests/test_cuda_gpt"
-    sanitized test_cuda_layers "$BUILD/tests/test_cuda_layers"
-    sanitized test_decode "$BUILD/tests/test_decode"
+    if [ "$tool" != initcheck ]; then # for the same reason
+        sanitized test_cuda_gpt "$BUILD/tests/test_cuda_gpt"
+        sanitized test_cuda_layers "$BUILD/tests/test_cuda_layers"
+        sanitized test_decode "$BUILD/tests/test_decode"
+    fi
     took="$(($(date +%s) - began)) s"
     clean=${finished#, }
     if [ -z "$faults" ]; then
