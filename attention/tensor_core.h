@@ -1,5 +1,5 @@
 /* tensor_core.h - the instructions behind the tensor-core kernels, one small wrapper each: products of fragments, matrix loads
- * from shared memory, asynchronous copies into it, and a few conversions.
+ * from shared memory, asynchronous copies into it, mbarriers, and a few conversions.
  *
  * Fragments as the PTX manual lays them out; lane = 4 * g + q, so g = lane / 4 is 0 .. 7 and q = lane % 4 is 0 .. 3:
  *
@@ -14,8 +14,17 @@
  * aligned; register i of every lane then holds the pair (row g, columns 2q..2q+1) of matrix i, or with _trans the pair
  * (rows 2q..2q+1, column g).
  *
+ * An mbarrier lets warps of a block wait for one another without all of them standing still: 8 bytes of shared memory,
+ * 8-byte aligned, whose phases complete one after another, each when as many arrivals have come as it was made for. Who
+ * arrives goes on at once; who needs what came before the arrivals of a phase waits for that phase, which it names by its
+ * parity: nobody may fall behind by more than one. A wait for parity 1 at the start goes through, as if there had been a
+ * phase before the first one: so a buffer that is still empty needs no arrival.
+ *
+ *     producer  wait(empty, 1)  copy  arrive(full)  |  wait(empty, 0)  copy  arrive(full)  |  ..
+ *     consumer  wait(full, 0)  read  arrive(empty)  |  wait(full, 1)  read  arrive(empty)  |  ..
+ *
  * Under the emulation (attention/device.h) each is done lane by lane by tests/simt/simt_tensor.h, with copies that arrive no
- * sooner than the wait that they need.
+ * sooner than the wait that they need, and with every use of shared memory checked against what mbarriers order.
  */
 #ifndef TENSOR_CORE_H
 #define TENSOR_CORE_H
@@ -126,6 +135,43 @@ __device__ __forceinline__ void copies_commit(void) { NEEDS_SM_80(asm volatile("
  * their own wait and a barrier. */
 template <int PENDING>
 __device__ __forceinline__ void copies_wait(void) { NEEDS_SM_80(asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory")); }
+
+/* Makes an mbarrier whose phases take `arrivals` each: by one thread, once in a block, before a __syncthreads that lets the
+ * others use it. */
+__device__ __forceinline__ void mbarrier_init(SharedAddress at, int arrivals)
+{
+    NEEDS_SM_80(asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory"));
+}
+
+/* One arrival. What this thread wrote and read before comes before what threads do after a wait for this phase; of other
+ * threads' doings, what it knows of by then: lane 0 may arrive for its warp after a __syncwarp. */
+__device__ __forceinline__ void mbarrier_arrive(SharedAddress at)
+{
+    NEEDS_SM_80(asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory"));
+}
+
+/* One arrival, of those that the mbarrier was made for, which comes once all copies that this thread has issued so far are
+ * there, whatever their group. It says so of the copies alone: for what else the thread wrote or read, mbarrier_arrive. */
+__device__ __forceinline__ void mbarrier_arrive_copies(SharedAddress at)
+{
+    NEEDS_SM_80(asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"));
+}
+
+/* Waits until the phase of this parity, 0 or 1, has completed; 0 is the first one's. */
+__device__ __forceinline__ void mbarrier_wait(SharedAddress at, int parity)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define MBARRIER_TEST "mbarrier.try_wait.parity.shared.b64" /* sleeps for a while where the other returns at once */
+#else
+#define MBARRIER_TEST "mbarrier.test_wait.parity.shared.b64"
+#endif
+    uint32_t done = 0;
+    do
+        NEEDS_SM_80(asm volatile("{ .reg .pred p; " MBARRIER_TEST " p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(at), "r"(parity) : "memory"));
+    while (!done);
+#undef MBARRIER_TEST
+}
 
 /* Two numbers rounded to bf16, `low` in the low half. */
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high)

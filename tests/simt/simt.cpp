@@ -1,5 +1,5 @@
 /* simt.cpp - the machine behind simt.h: fibers, the scheduler of a block, the memory of who touched what, the asynchronous
- * copies on their way into it.
+ * copies on their way into it, the mbarriers.
  *
  * Compiled without sanitizers (they are found at run time, through weak symbols), so that the bookkeeping of every access
  * costs little and switching stacks is not instrumented.
@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <vector>
 
@@ -103,7 +104,7 @@ static void fiber_switch(Fiber *from, Fiber *to, bool ends)
 
 /* --- the state of a launch and of its block ------------------------------------------------------------------------ */
 
-enum ThreadState { READY, AT_BARRIER, IN_COLLECTIVE, RETURNED };
+enum ThreadState { READY, AT_BARRIER, AT_MBARRIER, IN_COLLECTIVE, RETURNED };
 
 /* An asynchronous copy under way: where it goes, and what stood at its source when it was issued. */
 struct Copy {
@@ -111,8 +112,25 @@ struct Copy {
     ptrdiff_t at;
     const void *from; /* NULL: zeros */
     unsigned char bytes[SIMT_COPY];
-    uint64_t group;
+    uint32_t number; /* among the thread's copies in this block, from 1 on */
     SimtSite site;
+};
+
+/* An arrival at an mbarrier that comes once all copies of a thread up to this number are there. */
+struct CopyArrival {
+    unsigned mbarrier;
+    uint32_t number;
+};
+
+struct Mbarrier {
+    SimtRange range;
+    ptrdiff_t at;
+    int arrivals, arrived; /* that a phase takes; that have come in this one */
+    int held_up;           /* arrivals of this phase that wait for copies */
+    uint32_t phase;        /* how many have completed */
+    unsigned waiters;
+    std::vector<uint32_t> clock; /* what the arrivals of this phase have known: see "knowledge of other warps" */
+    uint32_t completed;          /* what those of the phase before have, as the number of a clock */
 };
 
 struct Thread {
@@ -125,22 +143,29 @@ struct Thread {
     uint64_t payload, result;
     int source;
     uint32_t known[WARP]; /* vector clock: up to when each lane of the warp is known to this thread; [own lane]: now */
-    std::vector<Copy> copies; /* under way, in the order of issue */
-    uint64_t groups_closed;   /* groups of copies so far; the next copy is of group number groups_closed */
+    uint32_t far;         /* the same of all threads of the block, as the number of a clock; 0 where nothing is known */
+    unsigned mbarrier;    /* that it waits at */
+    std::vector<Copy> copies;          /* under way, in the order of issue */
+    uint32_t copies_issued;            /* in this block */
+    std::vector<uint32_t> groups;      /* of copies that are closed: how many copies were issued by then */
+    std::vector<CopyArrival> arrivals; /* that wait for copies, in the order of issue */
 };
 
-/* An access as one number, so that the next one compares quickly: epoch, clock, thread, whether atomic. An epoch is the time
- * between two barriers of a block; they are numbered through the whole process, so nothing is cleared between blocks. */
+/* An access as one number, so that the next one compares quickly: epoch, clock, actor, whether atomic. An epoch is the time
+ * between two barriers of a block; they are numbered through the whole process, so nothing is cleared between blocks. Actors
+ * are the threads, and in blocks with mbarriers each thread's copies, whose clock is the number of the copy: by their phase
+ * a thread may know of the copies that another has issued, and of nothing else that it did. */
 typedef uint64_t Stamp;
-enum { CLOCK_BITS = 21, CLOCK_MAX = (1 << CLOCK_BITS) - 1 };
+enum { CLOCK_BITS = 20, CLOCK_MAX = (1 << CLOCK_BITS) - 1, COPIES_OF = SIMT_MAX_THREADS, ACTORS = 2 * SIMT_MAX_THREADS };
 
-static Stamp stamp_make(uint32_t epoch, uint32_t clock, unsigned thread, bool atomic)
+static Stamp stamp_make(uint32_t epoch, uint32_t clock, unsigned actor, bool atomic)
 {
-    return ((uint64_t)epoch << 32) | ((uint64_t)clock << 11) | (thread << 1) | atomic;
+    return ((uint64_t)epoch << 32) | ((uint64_t)clock << 12) | (actor << 1) | atomic;
 }
 static uint32_t stamp_epoch(Stamp stamp) { return (uint32_t)(stamp >> 32); }
-static uint32_t stamp_clock(Stamp stamp) { return (uint32_t)(stamp >> 11) & CLOCK_MAX; }
-static unsigned stamp_thread(Stamp stamp) { return (unsigned)(stamp >> 1) & (SIMT_MAX_THREADS - 1); }
+static uint32_t stamp_clock(Stamp stamp) { return (uint32_t)(stamp >> 12) & CLOCK_MAX; }
+static unsigned stamp_actor(Stamp stamp) { return (unsigned)(stamp >> 1) & (ACTORS - 1); }
+static unsigned stamp_thread(Stamp stamp) { return stamp_actor(stamp) % COPIES_OF; }
 static bool stamp_atomic(Stamp stamp) { return stamp & 1; }
 
 /* What is known of a byte: its last writer and two of the threads that have read it since, of different warps if any are. */
@@ -168,6 +193,8 @@ static struct {
     size_t shared_used;
     uint32_t epoch, first_epoch;
     uint64_t pauses;
+    bool has_mbarriers;
+    std::vector<Mbarrier> mbarriers;
     /* the process */
     uint64_t random;
     bool catching, faulted;
@@ -179,7 +206,11 @@ static struct {
 
 static Thread threads[SIMT_MAX_THREADS];
 static Byte shared_bytes_known[SIMT_SHARED_LIMIT];
-static uint16_t copy_owner[SIMT_SHARED_LIMIT / SIMT_COPY]; /* whose copy is on its way there: thread + 1; 0 nobody's */
+/* In blocks with mbarriers: of each byte and warp the last reader since the last write. */
+static Stamp warp_readers[SIMT_SHARED_LIMIT * (SIMT_MAX_THREADS / WARP)];
+/* Whose copy is on its way there: thread + 1; 0 nobody's. Or that a part of it is an mbarrier. */
+static uint16_t copy_owner[SIMT_SHARED_LIMIT / SIMT_COPY];
+enum { MBARRIER_THERE = 0xffff };
 alignas(1024) static unsigned char shared_memory[SIMT_SHARED_LIMIT];
 
 bool simt_faulted(void) { return machine.faulted; }
@@ -276,6 +307,110 @@ static void sanitizer_reports(void)
 void __asan_on_error(void) { sanitizer_reports(); }
 void __ubsan_on_report(void) { sanitizer_reports(); }
 
+/* --- knowledge of other warps -------------------------------------------------------------------------------------- */
+
+/* In a block with mbarriers each thread knows up to when it has heard of every actor of the block. Most lanes of a warp know
+ * the same, so these clocks are kept once and named by a number: `entries` each, first the threads, then their copies. A
+ * clock that a thread, an mbarrier or the memo names does not change. Its entries of the own warp may lag behind `known`. */
+enum { CLOCKS_KEPT = 4096, MEMOS = 256 };
+static struct {
+    size_t entries;
+    std::vector<uint32_t> values;
+    std::vector<bool> held;
+    std::vector<uint32_t> unused;
+    struct { uint32_t a, b, joined; } memo[MEMOS]; /* what was joined lately */
+} clocks;
+
+static uint32_t *clock_values(uint32_t clock) { return clocks.values.data() + clock * clocks.entries; }
+
+static uint32_t actor_entry(unsigned actor) { return actor < COPIES_OF ? actor : machine.threads + actor - COPIES_OF; }
+
+/* Up to when `self` has heard of an actor of another warp, or of any thread's copies. */
+static uint32_t far_known(const Thread *self, unsigned actor)
+{
+    return machine.has_mbarriers && self->far ? clock_values(self->far)[actor_entry(actor)] : 0;
+}
+
+/* Nobody knows anything of anybody any more. */
+static void clocks_clear(void)
+{
+    clocks.entries = 2 * machine.threads;
+    clocks.values.assign(clocks.entries, 0); /* clock 0, which is never written */
+    clocks.unused.clear();
+    memset(clocks.memo, 0, sizeof clocks.memo);
+    for (unsigned i = 0; i < machine.threads; i++) threads[i].far = 0;
+    for (Mbarrier &mbarrier : machine.mbarriers) {
+        mbarrier.clock.assign(clocks.entries, 0);
+        mbarrier.completed = 0;
+    }
+}
+
+static uint32_t clock_create(void)
+{
+    if (clocks.unused.empty()) {
+        clocks.values.resize(clocks.values.size() + clocks.entries);
+        return (uint32_t)(clocks.values.size() / clocks.entries - 1);
+    }
+    uint32_t clock = clocks.unused.back();
+    clocks.unused.pop_back();
+    return clock;
+}
+
+/* Where there are many clocks, takes back those that nothing names. Not while a clock is held in a variable. */
+static void clocks_collect(void)
+{
+    if (clocks.values.size() / clocks.entries < CLOCKS_KEPT || !clocks.unused.empty()) return;
+    memset(clocks.memo, 0, sizeof clocks.memo);
+    clocks.held.assign(clocks.values.size() / clocks.entries, false);
+    clocks.held[0] = true;
+    for (unsigned i = 0; i < machine.threads; i++) clocks.held[threads[i].far] = true;
+    for (const Mbarrier &mbarrier : machine.mbarriers) clocks.held[mbarrier.completed] = true;
+    for (size_t clock = 0; clock < clocks.held.size(); clock++)
+        if (!clocks.held[clock]) clocks.unused.push_back((uint32_t)clock);
+}
+
+/* The clock of who knows what either knows. */
+static uint32_t clock_join(uint32_t a, uint32_t b)
+{
+    if (a == b || !b) return a;
+    if (!a) return b;
+    auto &memo = clocks.memo[(a * 31 + b) % MEMOS];
+    if (memo.a == a && memo.b == b) return memo.joined;
+    bool a_knows_more = false, b_knows_more = false;
+    for (size_t i = 0; i < clocks.entries; i++) {
+        a_knows_more |= clock_values(a)[i] > clock_values(b)[i];
+        b_knows_more |= clock_values(b)[i] > clock_values(a)[i];
+    }
+    uint32_t joined = b_knows_more ? b : a;
+    if (a_knows_more && b_knows_more) {
+        joined = clock_create();
+        const uint32_t *values_a = clock_values(a), *values_b = clock_values(b);
+        uint32_t *values = clock_values(joined);
+        for (size_t i = 0; i < clocks.entries; i++) values[i] = std::max(values_a[i], values_b[i]);
+    }
+    memo = {a, b, joined};
+    return joined;
+}
+
+/* `self` hears of an actor up to `until`. */
+static void far_raise(Thread *self, unsigned actor, uint32_t until)
+{
+    if (far_known(self, actor) >= until) return;
+    clocks_collect();
+    uint32_t raised = clock_create();
+    std::copy_n(clock_values(self->far), clocks.entries, clock_values(raised));
+    clock_values(raised)[actor_entry(actor)] = until;
+    self->far = raised;
+}
+
+static void far_join(Thread *warp, unsigned mask)
+{
+    clocks_collect();
+    uint32_t joined = 0;
+    for (unsigned rest = mask; rest; rest &= rest - 1) joined = clock_join(joined, warp[__builtin_ctz(rest)].far);
+    for (unsigned rest = mask; rest; rest &= rest - 1) warp[__builtin_ctz(rest)].far = joined;
+}
+
 /* --- waiting ------------------------------------------------------------------------------------------------------- */
 
 /* Leaves the running thread in `state` and lets the scheduler choose. */
@@ -330,6 +465,7 @@ static void clocks_join(Thread *warp, unsigned mask)
         memcpy(warp[lane].known, joined, sizeof joined);
         if (warp[lane].known[lane] < CLOCK_MAX) warp[lane].known[lane]++;
     }
+    if (machine.has_mbarriers) far_join(warp, mask);
 }
 
 /* The vote of all lanes in `mask`, for all votes whose result is the same for everyone. */
@@ -500,17 +636,19 @@ SimtRange simt_shared_range(size_t byte_offset, size_t count, size_t element, si
 /* Whether the running thread's access at `now` may come before or after that of `earlier`, with nothing to decide it. */
 static inline bool stamps_unordered(const Thread *self, Stamp earlier, Stamp now)
 {
-    if (stamp_epoch(earlier) != stamp_epoch(now) || stamp_thread(earlier) == stamp_thread(now)) return false;
+    if (stamp_epoch(earlier) != stamp_epoch(now) || stamp_actor(earlier) == stamp_actor(now)) return false;
     if (stamp_atomic(earlier) && stamp_atomic(now)) return false;
-    unsigned other = stamp_thread(earlier);
-    return other / WARP != thread_number(self) / WARP || self->known[other % WARP] < stamp_clock(earlier);
+    unsigned other = stamp_actor(earlier);
+    if (other / WARP == thread_number(self) / WARP) return self->known[other % WARP] < stamp_clock(earlier);
+    return far_known(self, other) < stamp_clock(earlier);
 }
 
 [[noreturn]] static void race_raise(const SimtRange &range, uint32_t byte, bool writes, Stamp earlier, bool earlier_wrote)
 {
-    simt_fault("a race in shared memory: byte %u of %s is %s here and was %s%s by %s, with no barrier between",
+    simt_fault("a race in shared memory: byte %u of %s is %s here and was %s%s by %s%s, with no barrier between",
                byte - range.begin, range.name, writes ? "written" : "read", earlier_wrote ? "written" : "read",
-               stamp_atomic(earlier) ? " atomically" : "", thread_name(threads + stamp_thread(earlier)).text);
+               stamp_atomic(earlier) ? " atomically" : "", stamp_actor(earlier) >= COPIES_OF ? "a copy of " : "",
+               thread_name(threads + stamp_thread(earlier)).text);
 }
 
 /* Keeps a reader of another warp where there is one: two warps reading make any writer a race, whatever lanes they were. */
@@ -525,6 +663,19 @@ static inline void readers_add(Byte *byte, Stamp now)
     byte->reader = now;
 }
 
+/* Where mbarriers order some warps and not others, it takes a reader of each. */
+static inline Stamp *readers_of_warps(uint32_t byte) { return warp_readers + byte * ((machine.threads + WARP - 1) / WARP); }
+
+/* Before a write of a byte that has been read in this epoch. */
+static void warp_readers_check(const SimtRange &range, uint32_t byte, Stamp now)
+{
+    Stamp *readers = readers_of_warps(byte);
+    for (unsigned warp = 0; warp < (machine.threads + WARP - 1) / WARP; warp++) {
+        if (stamps_unordered(machine.current, readers[warp], now)) race_raise(range, byte, true, readers[warp], false);
+        readers[warp] = 0;
+    }
+}
+
 [[noreturn]] static void copy_raise(const SimtRange &range, ptrdiff_t at, bool writes)
 {
     const Thread *owner = threads + copy_owner[at / SIMT_COPY] - 1;
@@ -535,7 +686,17 @@ static inline void readers_add(Byte *byte, Stamp now)
                copy->site.file, copy->site.line);
 }
 
-void simt_shared_check(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
+/* An access to 16 bytes, some of which are a copy under way or an mbarrier. */
+static void slot_check(const SimtRange &range, ptrdiff_t slot, ptrdiff_t at, size_t bytes, bool writes)
+{
+    if (copy_owner[slot] != MBARRIER_THERE) copy_raise(range, at > slot * SIMT_COPY ? at : slot * SIMT_COPY, writes);
+    for (const Mbarrier &mbarrier : machine.mbarriers)
+        if (mbarrier.at < at + (ptrdiff_t)bytes && at < mbarrier.at + SIMT_MBARRIER)
+            simt_fault("%s of shared memory that is an mbarrier: byte %td of %s", writes ? "write" : "read",
+                       std::max(at, mbarrier.at) - (ptrdiff_t)range.begin, range.name);
+}
+
+static inline void bounds_check(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
 {
     if (!machine.current) simt_fault("an access to shared memory");
     ptrdiff_t first = at - (ptrdiff_t)range.begin;
@@ -545,9 +706,13 @@ void simt_shared_check(const SimtRange &range, ptrdiff_t at, size_t bytes, size_
                    range.name ? range.name : "(a null pointer)");
     if ((size_t)at % alignment)
         simt_fault("misaligned access: byte %td of shared memory %s as a type aligned to %zu", first, range.name, alignment);
+}
+
+void simt_shared_check(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
+{
+    bounds_check(range, at, bytes, alignment, access);
     for (ptrdiff_t slot = at / SIMT_COPY; slot <= (at + (ptrdiff_t)bytes - 1) / SIMT_COPY; slot++)
-        if (copy_owner[slot])
-            copy_raise(range, at > slot * SIMT_COPY ? at : slot * SIMT_COPY, access != SIMT_READ);
+        if (copy_owner[slot]) slot_check(range, slot, at, bytes, access != SIMT_READ);
 }
 
 void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, size_t alignment, SimtAccess access)
@@ -557,6 +722,7 @@ void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, siz
     bool writes = access != SIMT_READ;
     unsigned number = thread_number(self);
     Stamp now = stamp_make(machine.epoch, self->known[number % WARP], number, access == SIMT_ATOMIC);
+    bool has_mbarriers = machine.has_mbarriers;
     for (uint32_t i = (uint32_t)at; i < (uint32_t)at + bytes; i++) {
         Byte *byte = shared_bytes_known + i;
         if (access != SIMT_WRITE && stamp_epoch(byte->writer) < machine.first_epoch)
@@ -566,22 +732,24 @@ void *simt_shared_access(const SimtRange &range, ptrdiff_t at, size_t bytes, siz
         if (writes) {
             if (stamps_unordered(self, byte->reader, now)) race_raise(range, i, true, byte->reader, false);
             if (stamps_unordered(self, byte->other_reader, now)) race_raise(range, i, true, byte->other_reader, false);
+            if (has_mbarriers && stamp_epoch(byte->reader) == machine.epoch) warp_readers_check(range, i, now);
             byte->writer = now;
             byte->reader = byte->other_reader = 0;
         } else if (byte->reader != now) {
             readers_add(byte, now);
+            if (has_mbarriers) readers_of_warps(i)[number / WARP] = now;
         }
     }
     return shared_memory + at;
 }
 
-/* --- asynchronous copies ------------------------------------------------------------------------------------------- */
+/* --- asynchronous copies and mbarriers ----------------------------------------------------------------------------- */
 
 void simt_copy_issue(const SimtRange &range, ptrdiff_t at, const void *from, const void *bytes, SimtSite site)
 {
     simt_shared_access(range, at, SIMT_COPY, SIMT_COPY, SIMT_WRITE); /* it might land at once */
     Thread *self = machine.current;
-    Copy copy = {range, at, from, {0}, self->groups_closed, site};
+    Copy copy = {range, at, from, {0}, ++self->copies_issued, site};
     memcpy(copy.bytes, bytes, SIMT_COPY);
     self->copies.push_back(copy);
     copy_owner[at / SIMT_COPY] = (uint16_t)(thread_number(self) + 1);
@@ -590,34 +758,192 @@ void simt_copy_issue(const SimtRange &range, ptrdiff_t at, const void *from, con
 void simt_copies_commit(void)
 {
     if (!machine.current) simt_fault("copies_commit");
-    machine.current->groups_closed++;
+    machine.current->groups.push_back(machine.current->copies_issued);
+}
+
+static uint32_t copy_clock(uint32_t number) { return std::min<uint32_t>(number, CLOCK_MAX); }
+
+/* A copy is a write of its thread; where there are mbarriers, one that is known apart from whatever else the thread did. */
+static void copy_land(const Thread *owner, const Copy &copy)
+{
+    if (copy.from && memcmp(copy.from, copy.bytes, SIMT_COPY) != 0)
+        simt_fault("the source of the copy at %s:%d, %p, changed while it was under way", copy.site.file, copy.site.line,
+                   copy.from);
+    copy_owner[copy.at / SIMT_COPY] = 0;
+    if (machine.has_mbarriers) { /* it was checked when it was issued, and nobody has touched the bytes since */
+        Stamp stamp = stamp_make(machine.epoch, copy_clock(copy.number), COPIES_OF + thread_number(owner), false);
+        for (int i = 0; i < SIMT_COPY; i++) shared_bytes_known[copy.at + i] = {stamp, 0, 0};
+    } else {
+        simt_shared_access(copy.range, copy.at, SIMT_COPY, SIMT_COPY, SIMT_WRITE);
+    }
+    memcpy(shared_memory + copy.at, copy.bytes, SIMT_COPY);
+}
+
+/* One more arrival has come: those who wait go on if it was the last of its phase. */
+static void arrival_count(unsigned index)
+{
+    Mbarrier *mbarrier = &machine.mbarriers[index];
+    machine.pauses = 0;
+    if (++mbarrier->arrived < mbarrier->arrivals) return;
+    mbarrier->completed = clock_create();
+    std::copy(mbarrier->clock.begin(), mbarrier->clock.end(), clock_values(mbarrier->completed));
+    std::fill(mbarrier->clock.begin(), mbarrier->clock.end(), 0);
+    mbarrier->arrived = 0;
+    mbarrier->phase++;
+    for (unsigned i = 0; mbarrier->waiters && i < machine.threads; i++) {
+        if (threads[i].state != AT_MBARRIER || threads[i].mbarrier != index) continue;
+        thread_ready(threads + i);
+        mbarrier->waiters--;
+    }
+}
+
+/* All copies of `owner` up to this number are there now, and with them the arrivals that waited for nothing else. */
+static void copies_land(Thread *owner, uint32_t number)
+{
+    size_t landed = 0, arrived = 0;
+    for (; landed < owner->copies.size() && owner->copies[landed].number <= number; landed++)
+        copy_land(owner, owner->copies[landed]);
+    owner->copies.erase(owner->copies.begin(), owner->copies.begin() + (ptrdiff_t)landed);
+    for (; arrived < owner->arrivals.size() && owner->arrivals[arrived].number <= number; arrived++) {
+        const CopyArrival &arrival = owner->arrivals[arrived];
+        Mbarrier *mbarrier = &machine.mbarriers[arrival.mbarrier];
+        uint32_t *known = &mbarrier->clock[actor_entry(COPIES_OF + thread_number(owner))];
+        *known = std::max(*known, copy_clock(arrival.number));
+        mbarrier->held_up--;
+        arrival_count(arrival.mbarrier);
+    }
+    owner->arrivals.erase(owner->arrivals.begin(), owner->arrivals.begin() + (ptrdiff_t)arrived);
 }
 
 void simt_copies_wait(uint64_t pending)
 {
     Thread *self = machine.current;
     if (!self) simt_fault("copies_wait");
-    uint64_t first_left = self->groups_closed > pending ? self->groups_closed - pending : 0;
-    size_t left = 0;
-    for (const Copy &copy : self->copies) {
-        if (copy.group >= first_left) {
-            self->copies[left++] = copy;
-            continue;
-        }
-        if (copy.from && memcmp(copy.from, copy.bytes, SIMT_COPY) != 0)
-            simt_fault("the source of the copy at %s:%d, %p, changed while it was under way", copy.site.file, copy.site.line,
-                       copy.from);
-        copy_owner[copy.at / SIMT_COPY] = 0;
-        memcpy(simt_shared_access(copy.range, copy.at, SIMT_COPY, SIMT_COPY, SIMT_WRITE), copy.bytes, SIMT_COPY);
+    if (self->groups.size() <= pending) return;
+    uint32_t number = self->groups[self->groups.size() - pending - 1];
+    copies_land(self, number);
+    if (machine.has_mbarriers) far_raise(self, COPIES_OF + thread_number(self), copy_clock(number));
+}
+
+void simt_mbarrier_init(const SimtRange &range, ptrdiff_t at, int arrivals, SimtSite site)
+{
+    bounds_check(range, at, SIMT_MBARRIER, SIMT_MBARRIER, SIMT_WRITE);
+    ptrdiff_t byte = at - (ptrdiff_t)range.begin;
+    for (const Mbarrier &mbarrier : machine.mbarriers)
+        if (mbarrier.at == at)
+            simt_fault("mbarrier_init at %s:%d where there is one already: byte %td of %s", site.file, site.line, byte,
+                       range.name);
+    if (arrivals < 1 || arrivals > SIMT_MBARRIER_ARRIVALS)
+        simt_fault("mbarrier_init at %s:%d for %d arrivals, and there may be 1 to %d", site.file, site.line, arrivals,
+                   SIMT_MBARRIER_ARRIVALS);
+    simt_shared_access(range, at, SIMT_MBARRIER, SIMT_MBARRIER, SIMT_WRITE);
+    copy_owner[at / SIMT_COPY] = MBARRIER_THERE;
+    if (!machine.has_mbarriers) clocks_clear();
+    machine.has_mbarriers = true;
+    machine.mbarriers.push_back({range, at, arrivals, 0, 0, 0, 0, std::vector<uint32_t>(clocks.entries), 0});
+}
+
+/* The mbarrier there, for the running thread to use. */
+static unsigned mbarrier_find(const char *call, const SimtRange &range, ptrdiff_t at, SimtSite site)
+{
+    bounds_check(range, at, SIMT_MBARRIER, SIMT_MBARRIER, SIMT_WRITE);
+    const Thread *self = machine.current;
+    ptrdiff_t byte = at - (ptrdiff_t)range.begin;
+    for (unsigned i = 0; i < machine.mbarriers.size(); i++) {
+        if (machine.mbarriers[i].at != at) continue;
+        unsigned number = thread_number(self);
+        Stamp now = stamp_make(machine.epoch, self->known[number % WARP], number, false);
+        Stamp init = shared_bytes_known[at].writer;
+        if (stamps_unordered(self, init, now))
+            simt_fault("%s at %s:%d: the mbarrier at byte %td of %s was initialised by %s, with no barrier between", call,
+                       site.file, site.line, byte, range.name, thread_name(threads + stamp_thread(init)).text);
+        return i;
     }
-    self->copies.erase(self->copies.begin() + (ptrdiff_t)left, self->copies.end());
+    simt_fault("%s at %s:%d: there is no mbarrier at byte %td of %s, for nobody has initialised it", call, site.file,
+               site.line, byte, range.name);
+}
+
+/* Where a phase lacks nothing but copies and somebody waits for it, they arrive. */
+static void mbarrier_advance(unsigned index)
+{
+    const Mbarrier *mbarrier = &machine.mbarriers[index];
+    if (!mbarrier->waiters || mbarrier->arrived + mbarrier->held_up < mbarrier->arrivals) return;
+    for (unsigned i = 0; i < machine.threads; i++) {
+        uint32_t number = 0;
+        for (const CopyArrival &arrival : threads[i].arrivals)
+            if (arrival.mbarrier == index) number = arrival.number;
+        if (number) copies_land(threads + i, number);
+    }
+}
+
+void simt_mbarrier_arrive(const SimtRange &range, ptrdiff_t at, bool copies, SimtSite site)
+{
+    const char *call = copies ? "mbarrier_arrive_copies" : "mbarrier_arrive";
+    unsigned index = mbarrier_find(call, range, at, site);
+    simt_pause();
+    Thread *self = machine.current;
+    Mbarrier *mbarrier = &machine.mbarriers[index];
+    if (mbarrier->arrived + mbarrier->held_up == mbarrier->arrivals)
+        simt_fault("%s at %s:%d: one arrival too many at the mbarrier at byte %td of %s: its phase has all of its %d, some "
+                   "of which wait for copies", call, site.file, site.line, at - (ptrdiff_t)range.begin, range.name,
+                   mbarrier->arrivals);
+    unsigned number = thread_number(self), first = number / WARP * WARP;
+    if (copies) {
+        mbarrier->held_up++;
+        self->arrivals.push_back({index, self->copies_issued});
+        if (self->copies.empty()) copies_land(self, self->copies_issued);
+    } else {
+        const uint32_t *far = clock_values(self->far);
+        for (size_t i = 0; i < clocks.entries; i++) mbarrier->clock[i] = std::max(mbarrier->clock[i], far[i]);
+        for (unsigned i = first; i < first + WARP && i < machine.threads; i++)
+            mbarrier->clock[i] = std::max(mbarrier->clock[i], self->known[i - first]);
+        if (self->known[number - first] < CLOCK_MAX) self->known[number - first]++;
+        arrival_count(index);
+    }
+    mbarrier_advance(index);
+}
+
+void simt_mbarrier_wait(const SimtRange &range, ptrdiff_t at, int parity, SimtSite site)
+{
+    unsigned index = mbarrier_find("mbarrier_wait", range, at, site);
+    if (parity != 0 && parity != 1)
+        simt_fault("mbarrier_wait at %s:%d for parity %d, which is neither 0 nor 1", site.file, site.line, parity);
+    simt_pause();
+    Thread *self = machine.current;
+    self->site = site;
+    self->call = "mbarrier_wait";
+    self->mbarrier = index;
+    while ((int)(machine.mbarriers[index].phase & 1) == parity) { /* once let go it looks again: it may come too late */
+        machine.mbarriers[index].waiters++;
+        self->state = AT_MBARRIER;
+        mbarrier_advance(index);
+        fiber_switch(&self->fiber, &machine.scheduler, false);
+    }
+    machine.pauses = 0;
+    clocks_collect();
+    uint32_t completed = machine.mbarriers[index].completed;
+    self->far = clock_join(self->far, completed);
+    unsigned first = thread_number(self) / WARP * WARP;
+    for (unsigned i = first; i < first + WARP && i < machine.threads; i++)
+        self->known[i - first] = std::max(self->known[i - first], clock_values(completed)[i]);
+}
+
+/* Those of the block before. */
+static void mbarriers_end(void)
+{
+    for (const Mbarrier &mbarrier : machine.mbarriers) copy_owner[mbarrier.at / SIMT_COPY] = 0;
+    machine.mbarriers.clear();
+    machine.has_mbarriers = false;
 }
 
 /* A launch that a fault ended leaves its copies behind. */
 static void copies_abandon(void)
 {
     memset(copy_owner, 0, sizeof copy_owner);
-    for (unsigned i = 0; i < machine.threads; i++) threads[i].copies.clear();
+    for (unsigned i = 0; i < machine.threads; i++) {
+        threads[i].copies.clear();
+        threads[i].arrivals.clear();
+    }
 }
 
 /* --- the scheduler ------------------------------------------------------------------------------------------------- */
@@ -660,6 +986,7 @@ static void epoch_begin(void)
         memset(threads[i].known, 0, sizeof threads[i].known);
         threads[i].known[i % WARP] = 1;
     }
+    if (machine.has_mbarriers) clocks_clear();
 }
 
 static void block_begin(void)
@@ -669,9 +996,12 @@ static void block_begin(void)
     machine.arrays.clear();
     machine.shared_used = machine.shared_bytes;
     machine.ready.clear();
+    mbarriers_end();
     epoch_begin();
     machine.first_epoch = machine.epoch;
     for (unsigned i = 0; i < machine.threads; i++) {
+        threads[i].copies_issued = 0;
+        threads[i].groups.clear();
         threads[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
         fiber_set(&threads[i].fiber, fiber_main);
         thread_ready(threads + i);
@@ -689,6 +1019,17 @@ static std::string whereabouts(const Thread *thread)
 /* No thread can run, and not all wait at one barrier: says which waits for which. */
 static void deadlock_record(void)
 {
+    for (unsigned i = 0; i < machine.threads; i++) {
+        if (threads[i].state != AT_MBARRIER) continue;
+        const Mbarrier *mbarrier = &machine.mbarriers[threads[i].mbarrier];
+        fault_record(threads + i,
+                     format("mbarrier_wait at %s:%d waits for a phase of parity %u, the mbarrier's number %u, which lacks "
+                            "%d of its %d arrivals: byte %td of %s, and no thread can run", threads[i].site.file,
+                            threads[i].site.line, mbarrier->phase & 1, mbarrier->phase,
+                            mbarrier->arrivals - mbarrier->arrived - mbarrier->held_up, mbarrier->arrivals,
+                            mbarrier->at - (ptrdiff_t)mbarrier->range.begin, mbarrier->range.name));
+        return;
+    }
     for (unsigned i = 0; i < machine.threads; i++) {
         const Thread *self = threads + i, *warp = warp_of(self);
         if (self->state != IN_COLLECTIVE) continue;

@@ -22,8 +22,9 @@
  *
  * Shared memory is reached through Shared<T>, a pointer with bounds, and its elements through a proxy. For every byte the
  * emulation knows who wrote it, who read it, and when: "when" is the number of barriers passed and, within a warp, a vector
- * clock that __syncwarp and the collectives advance. Global memory is host memory: AddressSanitizer watches it, and fences
- * around each cudaMalloc'ed range are compared after every launch where it is not compiled in.
+ * clock that __syncwarp and the collectives advance; in a block with mbarriers, these carry it to other warps. Global memory
+ * is host memory: AddressSanitizer watches it, and fences around each cudaMalloc'ed range are compared after every launch
+ * where it is not compiled in.
  *
  * What it finds, each named with kernel, block and thread:
  *   - a barrier that not all threads reach: some have returned, wait at another barrier or in a warp collective. (A GPU
@@ -34,11 +35,13 @@
  *   - shared memory: reads of bytes that nobody wrote in this block, indices out of an array, dynamic ranges beyond what
  *     the launch asked for, misaligned vectors, more than 48 KB without leave, more than 227 KB;
  *   - races in shared memory: two threads, one byte, at least one of them writing, not both atomically, with neither a
- *     barrier nor a collective of their warp between. CUDA itself promises an order of memory only for __syncwarp; that a
- *     shuffle or vote orders memory too is a leniency of this emulation (products and matrix loads do not);
+ *     barrier nor a collective of their warp nor an mbarrier between. CUDA itself promises an order of memory only for
+ *     __syncwarp; that a shuffle or vote orders memory too is a leniency of this emulation (products and matrix loads do
+ *     not);
  *   - copies into shared memory in the background (simt_tensor.h): an access to bytes whose copy is under way, by whomever,
  *     before the issuing thread has waited for it, or by another thread with no barrier after that wait; a source that
  *     changes meanwhile; copies that nobody waits for;
+ *   - mbarriers (simt_tensor.h) that are used before they are there, whose phase does not complete or which are overwritten;
  *   - global accesses outside an allocation and misaligned ones, through the sanitizers, whose report is preceded by a
  *     line with kernel, block and thread (just beside an allocation AddressSanitizer calls it use-after-poison); fresh
  *     memory is NaN, so results computed from it are NaN;

@@ -14,7 +14,15 @@
  *
  * Asynchronous copies arrive as late as they may: when the issuing thread waits for their group. From issue to arrival
  * nobody may touch the bytes, and the source has to stay as it was; the arrival is a write of the issuing thread, so other
- * threads read after a barrier. A group that nobody closes is waited for by nothing.
+ * threads read after a barrier. A group that nobody closes is waited for by nothing. A copy that holds up an arrival at an
+ * mbarrier arrives, at the latest, when a thread waits for the phase and it lacks nothing else.
+ *
+ * Mbarriers order memory as the PTX manual promises and no further: a wait brings what was known to the arrivals of the
+ * phase that completed last, and those by copies just the copies themselves. Copies count as done by somebody else: their
+ * own thread, too, has to wait for the phase or the group. Besides the races that an mbarrier was to prevent, these are
+ * found: use of one that nobody has initialised, or with no barrier since; a second one at its place, other accesses to its
+ * 8 bytes; arrivals beyond those of a phase that waits for copies; and a wait whose phase never comes, or comes and goes
+ * unseen, once nothing else can run. A thread may not return before its copies are there, whoever waits for them.
  */
 #ifndef SIMT_TENSOR_H
 #define SIMT_TENSOR_H
@@ -31,6 +39,14 @@ void simt_copy_issue(const SimtRange &range, ptrdiff_t at, const void *from, con
 void simt_copies_commit(void);
 /* Completes all of the running thread's closed groups but the latest `pending`. */
 void simt_copies_wait(uint64_t pending);
+
+enum { SIMT_MBARRIER = 8, SIMT_MBARRIER_ARRIVALS = (1 << 20) - 1 }; /* bytes of an mbarrier; what a phase may take */
+
+void simt_mbarrier_init(const SimtRange &range, ptrdiff_t at, int arrivals, SimtSite site);
+/* An arrival now, or with `copies` one that comes when those are there that the running thread has issued. */
+void simt_mbarrier_arrive(const SimtRange &range, ptrdiff_t at, bool copies, SimtSite site);
+/* Waits until the latest phase to complete is of this parity; before the first one counts as 1. */
+void simt_mbarrier_wait(const SimtRange &range, ptrdiff_t at, int parity, SimtSite site);
 
 /* --- addresses ----------------------------------------------------------------------------------------------------- */
 
@@ -115,6 +131,28 @@ static inline void copies_wait(void)
 {
     static_assert(PENDING >= 0, "a number of groups");
     simt_copies_wait(PENDING);
+}
+
+/* --- mbarriers ----------------------------------------------------------------------------------------------------- */
+
+static inline void mbarrier_init(SharedAddress at, int arrivals, SIMT_CALLER)
+{
+    simt_mbarrier_init(at.place.range, at.place.at, arrivals, {file, line});
+}
+
+static inline void mbarrier_arrive(SharedAddress at, SIMT_CALLER)
+{
+    simt_mbarrier_arrive(at.place.range, at.place.at, false, {file, line});
+}
+
+static inline void mbarrier_arrive_copies(SharedAddress at, SIMT_CALLER)
+{
+    simt_mbarrier_arrive(at.place.range, at.place.at, true, {file, line});
+}
+
+static inline void mbarrier_wait(SharedAddress at, int parity, SIMT_CALLER)
+{
+    simt_mbarrier_wait(at.place.range, at.place.at, parity, {file, line});
 }
 
 /* --- conversions --------------------------------------------------------------------------------------------------- */

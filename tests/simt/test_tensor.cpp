@@ -214,6 +214,65 @@ static void test_copies(void)
     for (int i = 0; i < 4; i++) CHECK(out[i] == 4u * i, "out[%d]: %u", i, out[i]);
 }
 
+/* --- mbarriers ----------------------------------------------------------------------------------------------------- */
+
+static float digest_of(const float *row) { return row[0] + 2 * row[1] + 3 * row[2] + 4 * row[3]; }
+
+static Device<float> numbers_create(size_t count)
+{
+    Device<float> numbers(count);
+    for (size_t i = 0; i < count; i++) numbers[i] = (float)(i * 37 % 1009);
+    return numbers;
+}
+
+template <bool COPIES> static void test_pipe(void)
+{
+    TEST("mbarriers: a warp brings tiles by %s to three others, two at a time", COPIES ? "copies" : "stores");
+    const int tiles = 9, readers = PIPE_WARPS - 1;
+    Device<float> in = numbers_create(tiles * 32 * 4);
+    for (uint64_t seed = 1; seed <= 40; seed++) {
+        Device<float> out(tiles * readers * 32, NAN);
+        simt_seed(seed);
+        RUN((pipe_kernel<COPIES, SOUND>), 2, PIPE_THREADS, 0, nullptr, out, in, tiles);
+        for (int i = 0; i < tiles * readers * 32; i++) {
+            int row = i / 32 / readers * 32 + (i % 32 + i / 32 % readers + 1) % 32;
+            CHECK(out[i] == digest_of(in + row * 4), "seed %d, out[%d]: %g", (int)seed, i, out[i]);
+        }
+    }
+}
+
+static void test_ring(void)
+{
+    TEST("mbarriers: all warps bring tiles and read them, with barriers of the block now and then");
+    const int tiles = 12;
+    Device<float> in = numbers_create(tiles * PIPE_THREADS * 4);
+    for (uint64_t seed = 1; seed <= 40; seed++) {
+        Device<float> out(tiles * PIPE_THREADS, NAN);
+        simt_seed(seed);
+        RUN(ring_kernel, 2, PIPE_THREADS, 0, nullptr, out, in, tiles, (int)(seed % 4 + 1));
+        for (int i = 0; i < tiles * PIPE_THREADS; i++) {
+            int tile = i / PIPE_THREADS, row = tile * PIPE_THREADS + ((i ^ 1) % PIPE_THREADS + 7 * tile) % PIPE_THREADS;
+            CHECK(out[i] == digest_of(in + row * 4), "seed %d, out[%d]: %g", (int)seed, i, out[i]);
+        }
+    }
+}
+
+static void test_relay(void)
+{
+    TEST("mbarriers: what a warp wrote is known along a chain of them");
+    Device<float> in = numbers_create(32 * 4);
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        Device<float> out(32, NAN);
+        simt_seed(seed);
+        RUN(relay_kernel, 2, PIPE_THREADS, 0, nullptr, out, in);
+        for (int i = 0; i < 32; i++) {
+            const float *row = in + 4 * i;
+            float expected = row[0] + row[1] + row[2] + row[3] + 100 * digest_of(in + 4 * (i ^ 1)) + 2;
+            CHECK(out[i] == expected, "seed %d, out[%d]: %g, expected %g", (int)seed, i, out[i], expected);
+        }
+    }
+}
+
 /* --- conversions --------------------------------------------------------------------------------------------------- */
 
 static void test_conversions(void)
@@ -321,6 +380,73 @@ static void test_word_faults(void)
     test_fault<REDUCE_2_MISALIGNED>("misaligned reduce_add_2: ");
 }
 
+template <bool COPIES, PipeFault FAULT> static void test_pipe_fault(std::initializer_list<const char *> words)
+{
+    const int tiles = 6;
+    Device<float> in = numbers_create(tiles * 32 * 4), out(tiles * (PIPE_WARPS - 1) * 32);
+    check_fault("pipe_kernel<COPIES, FAULT>", words, [&] {
+        return kernel_launch(pipe_kernel<COPIES, FAULT>, 2, PIPE_THREADS, 0, nullptr, out, in, tiles);
+    });
+}
+
+template <MbarrierFault FAULT> static void test_mbarrier_fault(const char *words)
+{
+    Device<float> in = numbers_create(32 * 4), out(PIPE_THREADS + 1);
+    check_fault("mbarrier_fault_kernel<FAULT>", {words}, [&] {
+        std::fill(out.data, out.data + out.count, 0.0f);
+        return kernel_launch(mbarrier_fault_kernel<FAULT>, 2, PIPE_THREADS, 0, nullptr, out, in);
+    });
+}
+
+static const char *const read_after = "is read here and was written by ";
+static const char *const write_after = "is written here and was read by ";
+static const char *const under_way = "of shared memory whose copy is still under way: byte ";
+static const char *const unwritten = "which no thread of this block has written";
+static const char *const deadlock = "arrivals: byte ";
+
+/* Which of two threads comes first is the seed's choice, and so what is seen of a fault. */
+static void test_pipe_faults(void)
+{
+    test_pipe_fault<true, NO_FULL_WAIT>({under_way, read_after, unwritten, write_after});
+    test_pipe_fault<false, NO_FULL_WAIT>({read_after, unwritten, write_after});
+    test_pipe_fault<true, NO_EMPTY_WAIT>({write_after, under_way, "one arrival too many at the mbarrier at byte "});
+    test_pipe_fault<false, NO_EMPTY_WAIT>({write_after, read_after, deadlock});
+    test_pipe_fault<true, FULL_PARITY>({under_way, read_after, unwritten, deadlock});
+    test_pipe_fault<false, FULL_PARITY>({read_after, unwritten, deadlock});
+    test_pipe_fault<true, EMPTY_PARITY>({deadlock});
+    test_pipe_fault<true, FULL_TOO_MANY>({deadlock});
+    test_pipe_fault<false, EMPTY_TOO_MANY>({deadlock});
+    test_pipe_fault<true, FULL_TOO_FEW>({"one arrival too many at the mbarrier at byte ", under_way, unwritten});
+    test_pipe_fault<false, EMPTY_TOO_FEW>({write_after, read_after, deadlock});
+    test_pipe_fault<true, EARLY_ARRIVAL>({write_after, read_after, under_way});
+    test_pipe_fault<false, EARLY_ARRIVAL>({write_after, read_after});
+    test_pipe_fault<true, NO_SYNCWARP>({write_after, read_after, under_way});
+    test_pipe_fault<true, STORE_AMONG_COPIES>({"of beside is read here and was written by thread ("});
+}
+
+static void test_mbarrier_faults(void)
+{
+    test_mbarrier_fault<MBARRIER_NONE>("there is no mbarrier at byte 8 of barriers, for nobody has initialised it");
+    test_mbarrier_fault<MBARRIER_FRESH>("mbarrier at byte 0 of barriers was initialised by thread (0,0,0), with no barrier");
+    test_mbarrier_fault<MBARRIER_TWICE>("where there is one already: byte 16 of barriers");
+    test_mbarrier_fault<MBARRIER_FOR_NOBODY>("for 0 arrivals, and there may be 1 to 1048575");
+    test_mbarrier_fault<MBARRIER_MISALIGNED>("misaligned access: byte 4 of shared memory barriers as a type aligned to 8");
+    test_mbarrier_fault<MBARRIER_BEYOND>("out of bounds: bytes 32 to 39 of the 32 of shared memory barriers");
+    test_mbarrier_fault<MBARRIER_READ>("read of shared memory that is an mbarrier: byte 20 of barriers");
+    test_mbarrier_fault<MBARRIER_WRITTEN>("write of shared memory that is an mbarrier: byte 22 of barriers");
+    test_mbarrier_fault<MBARRIER_COPIED_OVER>("write of shared memory that is an mbarrier: byte 16 of barriers");
+    test_mbarrier_fault<MBARRIER_PARITY_2>("for parity 2, which is neither 0 nor 1");
+    test_mbarrier_fault<MBARRIER_OVERFLOWS>("one arrival too many at the mbarrier at byte 0 of barriers: its phase has all");
+    test_mbarrier_fault<MBARRIER_MISSED>("a phase of parity 0, the mbarrier's number 2, which lacks 1 of its 1 arrivals: ");
+    test_mbarrier_fault<MBARRIER_AND_BARRIER>("which lacks 1 of its 1 arrivals: byte 0 of barriers, and no thread can run");
+    test_mbarrier_fault<MBARRIER_RETURNED>("which lacks 1 of its 1 arrivals: byte 0 of barriers, and no thread can run");
+    test_mbarrier_fault<COPY_OF_OTHER_PHASE>("byte 4 of tile is read here and was written by a copy of thread (3,0,0)");
+    test_mbarrier_fault<OWN_COPY_UNWAITED>("byte 4 of tile is read here and was written by a copy of thread (3,0,0)");
+    test_mbarrier_fault<LATER_COPY>("byte 20 of tile is read here and was written by a copy of thread (3,0,0), with no");
+    test_mbarrier_fault<THIRD_READER>("byte 36 of tile is written here and was read by thread (96,0,0), with no barrier");
+    test_mbarrier_fault<EARLIER_PHASE>("byte 0 of tile is read here and was written by thread (3,0,0), with no barrier");
+}
+
 int main(void)
 {
     test_fragments<true>();
@@ -334,6 +460,12 @@ int main(void)
     test_copy_faults();
     test_warp_faults();
     test_word_faults();
+    test_pipe_faults();
+    test_mbarrier_faults();
+    test_pipe<true>();
+    test_pipe<false>();
+    test_ring();
+    test_relay();
     test_copies(); /* after the faults: what they left under way is gone */
     for (uint64_t seed = 1; seed <= 3; seed++) {
         test_product<false>(70, 96, seed);
