@@ -459,6 +459,34 @@ def test_ncu():
                 check("adamw_kernel" in str(failure), failure)
 
 
+def test_counters():
+    import attention_counters
+    metrics = [metric for _, metric, _ in attention_counters.METRICS] + list(attention_counters.CONFLICTS)
+    values = ["1,500,000", "50.5", "10", "60", "30", "12", "255", "150,528", "5", "100"]
+
+    def line(name):
+        return ",".join(f'"{x}"' for x in ("0", name, *values))
+    head = ",".join(f'"{x}"' for x in ("ID", "Kernel Name", *metrics))
+    calls = [{"operator": "a", "way": way, "B": 1, "NH": 2, "T": 3, "HS": 8, "packed": True, "dtype": "bf16"}
+             for way in ("forward", "backward")]
+    mark = line("at::cuda::spin_kernel(long)")
+    with test("attention_counters.py: a line a launch, with the call that it belongs to"):
+        launches = [mark, line("void <unnamed>::first_kernel<(int)64>(x)"), mark, line("second(y)"), line("third")]
+        rows = attention_counters.read_counters("\n".join(["==PROF==", head, head, *launches]), calls)
+        found = [(row["way"], row["kernel"]) for row in rows]
+        check(found == [("forward", "first_kernel"), ("backward", "second"), ("backward", "third")], found)
+        check(rows[0]["ms"] == "1.5" and rows[0]["KB"] == "147" and rows[0]["conflicts"] == "5", rows[0])
+        check(set(rows[0]) == set(attention_counters.COLUMNS), rows[0])
+    with test("attention_counters.py: no counters, or launches that belong to no call, are one sentence"):
+        for text in ("", "==ERROR== no rights", "\n".join([head, head, line("lost")]), "\n".join([head, head] + [mark] * 3 +
+                                                                                              [line("one too many")])):
+            try:
+                attention_counters.read_counters(text, calls)
+                check(False, f"taken: {text}")
+            except bench_attention.Fault as fault:
+                check(str(fault).startswith("ncu "), fault)
+
+
 def test_rows():
     model = profile_step.Model(L=2, C=64, Vp=384, B=3, T=32)
     launches = profile_step.parse_ncu(ncu_csv(made_up_step(2, 3)))
@@ -582,6 +610,7 @@ def main():
         test_judgement()
         test_attention_runs()
         test_peers()
+        test_counters()
     else:
         with test("bench_attention.py"):
             skip("no Python with PyTorch")
