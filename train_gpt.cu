@@ -5,15 +5,13 @@
  *                 surface here, before anything long is begun and before anything is written
  *     train       update after update: micro-steps, norm, AdamW; evaluation, sample, checkpoint when they are due
  */
-#include <errno.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "data/checkpoint.h"
+#include "data/files.h"
 #include "data/json.h"
 #include "data/loader.h"
 #include "data/model.h"
@@ -21,6 +19,7 @@
 #include "data/tokenizer.h"
 #include "layers/cpu.h"
 #include "layers/gpt.h"
+#include "trainer/corpus.h"
 #include "trainer/display.h"
 #include "trainer/evaluate.h"
 #include "trainer/export.h"
@@ -33,8 +32,7 @@
 #include "trainer/report.h"
 #include "trainer/run.h"
 #include "trainer/sample.h"
-
-enum { EXIT_MACHINE = 1, EXIT_OPTION = 2, EXIT_STOPPED = 130, PATH_BYTES = 4200 };
+#include "trainer/start.h"
 
 /* All that a run holds. */
 typedef struct Trainer {
@@ -50,139 +48,47 @@ typedef struct Trainer {
     GptOptions gpt_options;
     Gpt *gpt;
 
-    ShardSet train_shards, val_shards;
+    Start start;
+    Corpus corpus;
     Loader *loader;
-    Tokenizer *tokenizer;               /* the data's, else that of the model that the run starts from; NULL where neither has one */
-    int32_t end_of_text;                /* of the model that the run starts from, -1 where it is not known */
-    int64_t eval_windows;               /* of an evaluation */
-    HellaSwag questions;                /* none: no examples */
-    double entropy_rate;                /* of the corpus, nats a token; NaN where it is not known */
-
-    uint64_t data_fingerprint;          /* of the training shards */
     int prefetched, prefetch_failed;    /* the next update's batches are on the device; or could not be had */
     int64_t prefetch_position;          /* of the loader behind them */
 
     Run run;
     Report *report;
-    char start_path[PATH_BYTES];        /* checkpoint that the run starts from; "" for random weights */
-    int resumed;                        /* it is a checkpoint of this run, with optimizer and state */
-    char saved_path[PATH_BYTES];        /* newest complete checkpoint of this run; "" where there is none */
+    char saved_path[FILES_PATH];        /* newest complete checkpoint of this run; "" where there is none */
     CheckpointState state;
     int64_t last;                       /* update after which this process stops */
     Curve train_curve, val_curve;
 } Trainer;
 
-/* Prints a line about the run, which also goes into its page. */
-#if defined(__GNUC__)
-__attribute__((format(printf, 3, 4)))
-#endif
-static void say(Trainer *t, const char *label, const char *format, ...)
-{
-    char text[2048];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    printf("%-8s %s\n", label, text);
-    report_fact(t->report, label, text);
-}
-
 /* --- setup ------------------------------------------------------------------------------------------------------------------ */
 
-/* Where the run starts: --resume's newest checkpoint with that run's options, or --init's. Returns 0 or an exit status. */
 static int setup_start(Trainer *t)
 {
-    Options *o = &t->options;
-    char path[PATH_BYTES];
-    if (o->resume) {
-        if (options_given(&t->given, "init")) {
-            error_set(&t->error, "--resume and --init exclude each other: a resumed run starts from its own checkpoint");
-            return EXIT_OPTION;
-        }
-        if (run_open(&t->run, o->out, 1, &t->error)) return EXIT_OPTION;
-        if (run_path(&t->run, "config.json", path, sizeof path, &t->error)) return EXIT_OPTION;
-        *t->error.text = 0;
-        int found = checkpoint_newest(o->out, t->start_path, sizeof t->start_path, &t->error);
-        if (found < 0) return EXIT_MACHINE;
-        if (*t->error.text) printf("resume   %s\n", t->error.text); /* damaged checkpoints that were passed over */
-        if ((found || !access(path, F_OK)) && options_from_config(o, &t->given, path, &t->error)) return EXIT_OPTION;
-        if (!found) printf("resume   %s holds no complete checkpoint: starting at step 0\n", o->out);
-        if (!found) snprintf(t->start_path, sizeof t->start_path, "%s", strcmp(o->init, "random") ? o->init : "");
-        else snprintf(t->saved_path, sizeof t->saved_path, "%s", t->start_path);
-        t->resumed = found;
-    } else if (strcmp(o->init, "random")) {
-        if (access(o->init, R_OK)) {
-            error_set(&t->error, "--init: %s: %s", o->init, strerror(errno));
-            return EXIT_MACHINE;
-        }
-        int status = inference_path(o->init, t->start_path, sizeof t->start_path, &t->error);
-        if (status) return status;
-        const char *init = t->start_path;
-        char absolute[2 * PATH_BYTES]; /* a run that is resumed may be resumed elsewhere */
-        const char *place = *init == '/' ? "" : getcwd(path, sizeof path);
-        snprintf(absolute, sizeof absolute, "%s%s%s", place ? place : ".", *init == '/' ? "" : "/", init);
-        o->init = options_own(o, absolute);
-        if (!o->init) {
-            error_set(&t->error, "not enough memory");
-            return EXIT_MACHINE;
-        }
-        snprintf(t->start_path, sizeof t->start_path, "%s", o->init);
-    }
-    return 0;
-}
-
-/* Finds the run's tokenizer, and holds that of the data against the model that the run starts from. Returns 0 or an exit status. */
-static int setup_tokenizer(Trainer *t, const ModelInfo *info)
-{
-    char path[PATH_BYTES];
-    Tokenizer *own = NULL;
-    snprintf(path, sizeof path, "%s/tokenizer.bin", t->options.data);
-    if (*t->options.data && !access(path, F_OK) && !(t->tokenizer = tokenizer_open(path, &t->error))) return EXIT_MACHINE;
-    *t->error.text = 0;
-    if (*t->start_path && !(own = model_tokenizer(t->start_path, &t->error)) && *t->error.text) return EXIT_MACHINE;
-    if (!t->tokenizer) {
-        t->tokenizer = own;
-        return 0;
-    }
-    char remedy[64];
-    snprintf(remedy, sizeof remedy, "--vocab %lld says that they do", (long long)info->config.vocab);
-    int differs = *t->start_path && !t->resumed &&
-                  tokenizer_check(t->tokenizer, t->options.data, own, t->start_path, info->config.vocab,
-                                  options_given(&t->given, "vocab") ? NULL : remedy, &t->error);
-    tokenizer_close(own);
-    return differs ? EXIT_OPTION : 0;
+    int status = start_find(&t->start, &t->options, &t->given, &t->run, &t->error);
+    if (t->start.resumed) snprintf(t->saved_path, sizeof t->saved_path, "%s", t->start.path);
+    return status;
 }
 
 static int setup_model(Trainer *t)
 {
     Options *o = &t->options;
-    ModelInfo info;
-    t->end_of_text = -1;
-    if (*t->start_path) {
-        if (model_inspect(t->start_path, &info, &t->error)) {
-            Error inner = t->error;
-            error_set(&t->error, "%s cannot be read as a model: %.900s", t->start_path, inner.text);
-            return EXIT_MACHINE;
-        }
-        t->end_of_text = info.end_of_text;
-    }
-    int status = setup_tokenizer(t, &info);
-    if (status) return status;
-    if (options_resolve_model(o, &t->given, *t->start_path ? &info.config : NULL, t->start_path,
-                              t->tokenizer ? tokenizer_vocab(t->tokenizer) : 0, &t->error) ||
+    if (options_resolve_model(o, &t->given, *t->start.path ? &t->start.info.config : NULL, t->start.path,
+                              t->start.tokenizer ? tokenizer_vocab(t->start.tokenizer) : 0, &t->error) ||
         options_resolve_batch(o, &t->given, &t->error))
-        return EXIT_OPTION;
-    if (o->sample_every && !t->tokenizer) {
+        return STATUS_OPTION;
+    if (o->sample_every && !t->start.tokenizer) {
         error_set(&t->error, "--sample-every needs a tokenizer.bin in --data DIR or a tokenizer beside --init's model, got %s",
                   *o->data ? o->data : "no --data");
-        return EXIT_OPTION;
+        return STATUS_OPTION;
     }
     if (o->sample_every && *o->prompt) { /* a prompt that cannot be encoded is better refused now than at the first sample */
         size_t count;
-        if (tokenizer_encode(t->tokenizer, o->prompt, strlen(o->prompt), NULL, 0, &count, &t->error)) {
+        if (tokenizer_encode(t->start.tokenizer, o->prompt, strlen(o->prompt), NULL, 0, &count, &t->error)) {
             Error inner = t->error;
             error_set(&t->error, "--prompt cannot be used with this data: %.900s", inner.text);
-            return EXIT_OPTION;
+            return STATUS_OPTION;
         }
     }
     t->config.layers = o->layers;
@@ -225,72 +131,15 @@ static int setup_attention(Trainer *t)
         return 0;
     }
     t->attention = attention_choose(t->options.attention, t->backend->device, &shape, sm, t->error.text, sizeof t->error.text);
-    return t->attention ? 0 : EXIT_OPTION;
-}
-
-/* Opens one set of shards, --train's or --val's glob, else those of the data directory. Small sets are read through once, so
- * that a bad token is found now; of large ones every batch is checked as it is read. */
-static int setup_shards(Trainer *t, ShardSet *set, const char *pattern, const char *name)
-{
-    enum { CHECK_MOST = 500000000 };
-    char path[2 * PATH_BYTES];
-    if (!*pattern) {
-        if (shards_find(t->options.data, name, path, sizeof path, &t->error)) return EXIT_MACHINE;
-        pattern = path;
-    }
-    if (shards_open(set, pattern, &t->error)) return EXIT_MACHINE;
-    if (set->tokens <= CHECK_MOST && shards_check_tokens(set, t->config.vocab, &t->error)) return EXIT_MACHINE;
-    int64_t windows = shards_windows(set, t->options.seq);
-    if (!windows) {
-        error_set(&t->error, "%s: no shard is long enough for a window of --seq %lld tokens and one to predict; the set has %lld tokens",
-                  pattern, (long long)t->options.seq, (long long)set->tokens);
-        return EXIT_MACHINE;
-    }
-    say(t, "data", "%-5s %lld tokens in %zu shard%s, %lld windows of %lld", name, (long long)set->tokens, set->count,
-        set->count == 1 ? "" : "s", (long long)windows, (long long)t->options.seq);
-    return 0;
-}
-
-/* The corpus's entropy rate, where data/prepare.py knew it. */
-static double corpus_entropy(const char *data)
-{
-    char path[PATH_BYTES];
-    snprintf(path, sizeof path, "%s/corpus.json", data);
-    JsonDocument *document = *data && !access(path, R_OK) ? json_read(path, NULL) : NULL;
-    const JsonValue *value = document ? json_member(json_root(document), "entropy_rate") : NULL;
-    double rate = value && value->kind == JSON_NUMBER ? value->number : (double)NAN;
-    if (document) json_free(document);
-    return rate;
+    return t->attention ? 0 : STATUS_OPTION;
 }
 
 static int setup_data(Trainer *t)
 {
-    const Options *o = &t->options;
-    if (!*o->data && !*o->train) {
-        if (!o->steps) return 0; /* only the initial checkpoint is wanted */
-        error_set(&t->error, "nothing to train on: give --data DIR or --train GLOB (data/prepare.py makes shards from text)");
-        return EXIT_OPTION;
-    }
-    if (o->eval_every && !*o->data && !*o->val) {
-        error_set(&t->error, "no validation data: give --val GLOB, or turn evaluation off with --eval-every 0");
-        return EXIT_OPTION;
-    }
-    int status = setup_shards(t, &t->train_shards, o->train, "train");
-    if (status) return status;
-    if (o->eval_every) {
-        status = setup_shards(t, &t->val_shards, o->val, "val");
-        if (status) return status;
-        int64_t wanted = (o->eval_tokens + o->seq - 1) / o->seq;
-        int64_t there = shards_windows(&t->val_shards, o->seq);
-        t->eval_windows = wanted < there ? wanted : there;
-    }
-    if (*o->hellaswag && hellaswag_open(&t->questions, o->hellaswag, o->vocab, o->seq, &t->error)) return EXIT_MACHINE;
-    t->data_fingerprint = shards_fingerprint(&t->train_shards);
-    t->entropy_rate = corpus_entropy(o->data);
-    report_floor(t->report, t->entropy_rate);
-    return 0;
+    return corpus_open(&t->corpus, &t->options, t->report, &t->error);
 }
 
+/* Says what the model is, on what it is computed, and what memory that takes. */
 static void print_plan(Trainer *t)
 {
     const GptConfig *c = &t->config;
@@ -301,13 +150,14 @@ static void print_plan(Trainer *t)
                        (double)plan.scratch, program, (double)plan.total + program};
     t->backend->describe(text, sizeof text, t->stream);
     for (int i = 0; i < 7; i++) display_bytes(parts[i], sizeof parts[i], bytes[i]);
-    say(t, "device", "%s, %s", text, t->backend->name);
-    say(t, "model", "%lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %.2fM parameters", (long long)c->layers,
-        (long long)c->heads, (long long)c->channels, (long long)c->context, (long long)c->vocab,
-        (double)plan.parameters_count * 1e-6);
-    say(t, "kernel", "attention %s: %s", t->attention->name, t->attention->summary);
-    say(t, "memory", "parameters %s + gradients %s + optimizer %s + activations %s + scratch %s%s%s = %s", parts[0], parts[1],
-        parts[2], parts[3], parts[4], program > 0 ? " + program " : "", program > 0 ? parts[5] : "", parts[6]);
+    report_say(t->report, "device", "%s, %s", text, t->backend->name);
+    report_say(t->report, "model", "%lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %.2fM parameters",
+               (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->context, (long long)c->vocab,
+               (double)plan.parameters_count * 1e-6);
+    report_say(t->report, "kernel", "attention %s: %s", t->attention->name, t->attention->summary);
+    report_say(t->report, "memory", "parameters %s + gradients %s + optimizer %s + activations %s + scratch %s%s%s = %s",
+               parts[0], parts[1], parts[2], parts[3], parts[4], program > 0 ? " + program " : "",
+               program > 0 ? parts[5] : "", parts[6]);
 }
 
 /* Does what the checkpoint was trained with agree with what is there now? */
@@ -315,18 +165,19 @@ static int check_resumed(Trainer *t)
 {
     const Options *o = &t->options;
     if (t->state.seed != (uint64_t)o->seed) {
-        error_set(&t->error, "%s was trained with seed %llu, but config.json says %lld", t->start_path, (unsigned long long)t->state.seed,
-                  (long long)o->seed);
-        return EXIT_MACHINE;
+        error_set(&t->error, "%s was trained with seed %llu, but config.json says %lld", t->start.path,
+                  (unsigned long long)t->state.seed, (long long)o->seed);
+        return STATUS_MACHINE;
     }
     if (o->steps < t->state.step) {
         error_set(&t->error, "--steps %lld lies before step %lld, which the run has reached", (long long)o->steps, (long long)t->state.step);
-        return EXIT_OPTION;
+        return STATUS_OPTION;
     }
-    if (t->train_shards.count && t->state.data_fingerprint && t->state.data_fingerprint != t->data_fingerprint) {
-        error_set(&t->error, "the training shards are not those that %s was trained on (%lld tokens in %zu now): its place in the data means nothing "
-                  "there; to train its weights on other data, use --init", t->start_path, (long long)t->train_shards.tokens, t->train_shards.count);
-        return EXIT_MACHINE;
+    if (t->corpus.train.count && t->state.data_fingerprint && t->state.data_fingerprint != t->corpus.fingerprint) {
+        error_set(&t->error, "the training shards are not those that %s was trained on (%lld tokens in %zu now): its place in "
+                  "the data means nothing there; to train its weights on other data, use --init", t->start.path,
+                  (long long)t->corpus.train.tokens, t->corpus.train.count);
+        return STATUS_MACHINE;
     }
     return 0;
 }
@@ -335,43 +186,46 @@ static int check_resumed(Trainer *t)
 static int setup_weights(Trainer *t)
 {
     t->gpt = gpt_create(&t->config, &t->gpt_options, t->backend, t->stream, t->attention, t->error.text, sizeof t->error.text);
-    if (!t->gpt) return EXIT_MACHINE;
+    if (!t->gpt) return STATUS_MACHINE;
     t->state.seed = (uint64_t)t->options.seed;
     t->state.validation_loss = (double)NAN;
-    if (!*t->start_path) {
+    if (!*t->start.path) {
         gpt_init_random(t->gpt, (uint64_t)t->options.seed);
         return 0;
     }
-    if (t->resumed ? checkpoint_load(t->start_path, t->gpt, &t->state, &t->error)
-                   : model_load(t->start_path, t->gpt, &t->error))
-        return EXIT_MACHINE;
-    say(t, "start", "%s%s, step %lld", t->resumed ? "resuming from " : "", t->start_path, (long long)t->state.step);
-    return t->resumed ? check_resumed(t) : 0;
+    if (t->start.resumed ? checkpoint_load(t->start.path, t->gpt, &t->state, &t->error)
+                         : model_load(t->start.path, t->gpt, &t->error))
+        return STATUS_MACHINE;
+    report_say(t->report, "start", "%s%s, step %lld", t->start.resumed ? "resuming from " : "", t->start.path,
+               (long long)t->state.step);
+    return t->start.resumed ? check_resumed(t) : 0;
 }
 
 static int setup_run(Trainer *t)
 {
     const Options *o = &t->options;
-    char path[PATH_BYTES];
-    if (!o->resume && run_open(&t->run, o->out, 0, &t->error)) return EXIT_OPTION;
+    char path[FILES_PATH];
+    if (!o->resume && run_open(&t->run, o->out, 0, &t->error)) return STATUS_OPTION;
     int status = setup_weights(t);
     if (status) return status;
     t->last = o->stop && o->stop < o->steps ? o->stop : o->steps;
-    t->state.data_fingerprint = t->data_fingerprint;
-    if (t->train_shards.count) {
-        t->loader = loader_open(&t->train_shards, o->batch, o->seq, o->vocab, (uint64_t)o->seed, t->state.data_position, &t->error);
-        if (!t->loader) return EXIT_MACHINE;
+    t->state.data_fingerprint = t->corpus.fingerprint;
+    if (t->corpus.train.count) {
+        t->loader = loader_open(&t->corpus.train, o->batch, o->seq, o->vocab, (uint64_t)o->seed, t->state.data_position,
+                                &t->error);
+        if (!t->loader) return STATUS_MACHINE;
     }
     /* From here on the run's files change: whatever can be refused has been. */
     if (t->run.dir && (run_path(&t->run, "config.json", path, sizeof path, &t->error) || options_write_config(o, path, &t->error) ||
-                       run_log_open(&t->run, t->resumed || !o->resume ? t->state.step : -1, &t->error) ||
+                       run_log_open(&t->run, t->start.resumed || !o->resume ? t->state.step : -1, &t->error) ||
                        checkpoint_prune(o->out, 0, &t->error))) /* 0: removes what a killed process left half done, nothing else */
-        return EXIT_MACHINE;
+        return STATUS_MACHINE;
     if (!t->loader) return 0;
-    say(t, "run", "%lld updates of %lld tokens (%lld micro-steps of %lld x %lld): %.2f epochs%s%s", (long long)o->steps,
-        (long long)o->batch_tokens, (long long)(o->batch_tokens / (o->batch * o->seq)), (long long)o->batch, (long long)o->seq,
-        (double)o->steps * (double)o->batch_tokens / (double)(shards_windows(&t->train_shards, o->seq) * o->seq),
-        t->run.dir ? ", into " : "; no --out: nothing is saved", t->run.dir ? t->run.dir : "");
+    report_say(t->report, "run", "%lld updates of %lld tokens (%lld micro-steps of %lld x %lld): %.2f epochs%s%s",
+               (long long)o->steps, (long long)o->batch_tokens, (long long)(o->batch_tokens / (o->batch * o->seq)),
+               (long long)o->batch, (long long)o->seq,
+               (double)o->steps * (double)o->batch_tokens / (double)(shards_windows(&t->corpus.train, o->seq) * o->seq),
+               t->run.dir ? ", into " : "; no --out: nothing is saved", t->run.dir ? t->run.dir : "");
     return 0;
 }
 
@@ -412,15 +266,16 @@ static int diverged(Trainer *t, int64_t step, const char *what)
 static int evaluate(Trainer *t)
 {
     ValidationLoss loss;
-    if (evaluate_shards(t->gpt, &t->val_shards, t->options.batch, t->options.seq, t->eval_windows, &loss, &t->error))
+    if (evaluate_shards(t->gpt, &t->corpus.val, t->options.batch, t->options.seq, t->corpus.eval_windows, &loss, &t->error))
         return -1;
     if (process_stop) return 0; /* nobody waits for the rest of it */
     if (!isfinite(loss.sum)) return diverged(t, t->state.step, "the validation loss is not finite");
     t->state.validation_loss = loss.sum / (double)loss.tokens;
     curve_add(&t->val_curve, t->state.step, t->state.validation_loss);
     printf("step %6lld/%lld  validation loss %.4f", (long long)t->state.step, (long long)t->options.steps, t->state.validation_loss);
-    if (isfinite(t->entropy_rate))
-        printf("  best possible %.4f (%+.1f%%)", t->entropy_rate, 100 * (t->state.validation_loss / t->entropy_rate - 1));
+    if (isfinite(t->corpus.entropy_rate))
+        printf("  best possible %.4f (%+.1f%%)", t->corpus.entropy_rate,
+               100 * (t->state.validation_loss / t->corpus.entropy_rate - 1));
     printf("\n");
     fflush(stdout);
     return run_log(&t->run, &t->error, "{\"step\": %lld, \"val_loss\": %.17g}", (long long)t->state.step, t->state.validation_loss);
@@ -430,7 +285,7 @@ static int evaluate(Trainer *t)
 static int score(Trainer *t)
 {
     HellaSwagScore found;
-    if (evaluate_hellaswag(t->gpt, &t->questions, t->options.batch, &found, &t->error)) return -1;
+    if (evaluate_hellaswag(t->gpt, &t->corpus.questions, t->options.batch, &found, &t->error)) return -1;
     if (process_stop) return 0;
     double accuracy = (double)found.by_mean / (double)found.examples;
     printf("step %6lld/%lld  hellaswag %.4f: %lld of %lld\n", (long long)t->state.step, (long long)t->options.steps, accuracy,
@@ -447,7 +302,7 @@ static int sample(Trainer *t)
     SampleChoice choice = {{o->temperature, o->top_p, o->top_k}, 1, o->sample_tokens, o->seq, -1,
                            random_mix((uint64_t)o->seed) ^ (uint64_t)t->state.step, 0, &process_stop};
     size_t length;
-    char *text = sample_text(t->gpt, t->tokenizer, o->prompt, &choice, &length, &t->error);
+    char *text = sample_text(t->gpt, t->start.tokenizer, o->prompt, &choice, &length, &t->error);
     if (!text) return -1;
     size_t size = 6 * length + 3;
     char *quoted = (char *)malloc(size);
@@ -469,11 +324,12 @@ static int sample(Trainer *t)
 static int save(Trainer *t)
 {
     if (!t->run.dir) return 0;
-    char path[PATH_BYTES];
+    char path[FILES_PATH];
     for (int buffer = GPT_PARAMETERS; buffer <= GPT_MOMENT2; buffer++)
         if (buffer != GPT_GRADIENTS && gpt_find_nonfinite(t->gpt, (GptBuffer)buffer))
             return diverged(t, t->state.step, "the model or its moments are not finite");
-    if (checkpoint_save(t->run.dir, t->gpt, &t->state, t->tokenizer, t->end_of_text, path, sizeof path, &t->error)) {
+    if (checkpoint_save(t->run.dir, t->gpt, &t->state, t->start.tokenizer, t->start.info.end_of_text, path, sizeof path,
+                        &t->error)) {
         Error inner = t->error;
         return error_set(&t->error, "%.800s; last good checkpoint: %.200s", inner.text, *t->saved_path ? t->saved_path : "none");
     }
@@ -605,7 +461,7 @@ static int train(Trainer *t)
     const Options *o = &t->options;
     double loss, norm, lr, unprinted = 0;
     int64_t updates = 0;
-    if (t->state.step == 0 && !t->resumed && o->eval_every && t->loader && ranged("evaluate", evaluate, t)) return -1;
+    if (t->state.step == 0 && !t->start.resumed && o->eval_every && t->loader && ranged("evaluate", evaluate, t)) return -1;
     if (!o->steps && ranged("save", save, t)) return -1;
     write_report(t, "");
     while (t->state.step < t->last && !process_stop) {
@@ -626,7 +482,7 @@ static int train(Trainer *t)
             updates = 0;
         }
         if (is_due(t, o->eval_every) && ranged("evaluate", evaluate, t)) return -1;
-        if (t->questions.example_count && is_due(t, o->hellaswag_every) && ranged("hellaswag", score, t)) return -1;
+        if (t->corpus.questions.example_count && is_due(t, o->hellaswag_every) && ranged("hellaswag", score, t)) return -1;
         if (is_due(t, o->save_every) && ranged("save", save, t)) return -1;
         if (o->sample_every && t->state.step % o->sample_every == 0 && t->state.step < o->steps && ranged("sample", sample, t))
             return -1;
@@ -642,27 +498,26 @@ static int report(Trainer *t)
     int early = t->state.step < o->steps;
     char duration[32];
     if (early && ranged("save", save, t)) return -1;
-    curve_print(&t->train_curve, &t->val_curve, t->entropy_rate, 72, 16);
+    curve_print(&t->train_curve, &t->val_curve, t->corpus.entropy_rate, 72, 16);
     display_duration(duration, sizeof duration, t->state.seconds);
     printf("%s at step %lld of %lld, %s of training", early ? "stopped" : "done", (long long)t->state.step, (long long)o->steps, duration);
     if (isfinite(t->state.validation_loss)) printf(", validation loss %.4f", t->state.validation_loss);
-    if (isfinite(t->state.validation_loss) && isfinite(t->entropy_rate))
-        printf(", best possible %.4f: %+.1f%%", t->entropy_rate, 100 * (t->state.validation_loss / t->entropy_rate - 1));
+    if (isfinite(t->state.validation_loss) && isfinite(t->corpus.entropy_rate))
+        printf(", best possible %.4f: %+.1f%%", t->corpus.entropy_rate,
+               100 * (t->state.validation_loss / t->corpus.entropy_rate - 1));
     printf("\n");
     if (*t->saved_path) printf("checkpoint %s\n", t->saved_path);
     if (early && t->run.dir) printf("go on with: ./train_gpt --out '%s' --resume\n", t->run.dir);
     if (!early && o->sample_every && t->train_curve.count && ranged("sample", sample, t)) return -1;
     write_report(t, early ? "stopped" : "done");
-    return process_stop ? EXIT_STOPPED : 0;
+    return process_stop ? STATUS_STOPPED : 0;
 }
 
 static void trainer_free(Trainer *t)
 {
     loader_close(t->loader);
-    shards_close(&t->train_shards);
-    shards_close(&t->val_shards);
-    hellaswag_close(&t->questions);
-    tokenizer_close(t->tokenizer);
+    corpus_close(&t->corpus);
+    start_close(&t->start);
     gpt_free(t->gpt);
     if (t->stream) t->backend->close(t->stream);
     run_close(&t->run);
@@ -687,15 +542,14 @@ int main(int argc, char **argv)
     Trainer *t = (Trainer *)calloc(1, sizeof *t);
     if (!t) {
         fprintf(stderr, "train_gpt: not enough memory\n");
-        return EXIT_MACHINE;
+        return STATUS_MACHINE;
     }
     t->run.lock = -1;
-    t->entropy_rate = (double)NAN;
     t->report = report_create();
     size_t command = 0;
     while (command < COMMAND_COUNT && (argc < 2 || strcmp(argv[1], COMMANDS[command].name))) command++;
     int status = command < COMMAND_COUNT ? COMMANDS[command].run(argc - 1, argv + 1, &t->error)
-                 : options_parse(&t->options, &t->given, argc, argv, &t->error) ? EXIT_OPTION : 0;
+                 : options_parse(&t->options, &t->given, argc, argv, &t->error) ? STATUS_OPTION : 0;
     if (command == COMMAND_COUNT && !status && t->options.help) {
         options_help();
     } else if (command == COMMAND_COUNT && !status) {
@@ -704,11 +558,11 @@ int main(int argc, char **argv)
             status = train(t) ? -1 : report(t);
             if (status < 0) write_report(t, t->error.text);
         }
-        if (status < 0) status = EXIT_MACHINE;
+        if (status < 0) status = STATUS_MACHINE;
     }
     if (!status && (command < COMMAND_COUNT || t->options.help || t->options.list_attention))
         status = process_flush(&t->error);
-    if (status && status != EXIT_STOPPED) {
+    if (status && status != STATUS_STOPPED) {
         fflush(stdout);
         fprintf(stderr, "train_gpt: %s\n", t->error.text);
     }

@@ -7,6 +7,8 @@
 
 #include <errno.h>
 #include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -90,6 +92,17 @@ void report_fact(Report *report, const char *label, const char *text)
     if (report->fact_count == FACTS_MOST) return;
     Fact fact = {strdup(label), strdup(text)};
     report->facts[report->fact_count++] = fact;
+}
+
+void report_say(Report *report, const char *label, const char *format, ...)
+{
+    char text[2048];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    printf("%-8s %s\n", label, text);
+    report_fact(report, label, text);
 }
 
 void report_floor(Report *report, double loss)

@@ -14,13 +14,19 @@ extern "C" {
 
 typedef struct Report Report;
 
-/* NULL where memory is short; then every call below does nothing. */
+/* NULL where memory is short; then the calls below do nothing for a page. */
 Report *report_create(void);
 void report_free(Report *report);
 
 /* Adds a line to the page's table of the run ("device", "AMD EPYC, 2 threads"); to that of an equal label where there is
  * one. */
 void report_fact(Report *report, const char *label, const char *text);
+
+/* Prints a line about the run, a printf format behind its label, and adds it to the page's table. Cut at 2 KiB. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+void report_say(Report *report, const char *label, const char *format, ...);
 
 /* The lowest loss that the data allow, nats a token: drawn as a line. */
 void report_floor(Report *report, double loss);
