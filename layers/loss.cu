@@ -31,9 +31,18 @@ static __device__ __forceinline__ float exp2_normal(float x)
 }
 #endif
 
+/* Blocks of 1024 threads that a multiprocessor has room for: two on the chips below, which hold 2048 threads; others hold
+ * 1024 or 1536, and ptxas takes no plan for more. Source: CUDA Programming Guide, compute capabilities. */
+#if !defined __CUDA_ARCH__ || __CUDA_ARCH__ < 750 || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || \
+    __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
+#define ROOM 2
+#else
+#define ROOM 1
+#endif
+
 /* Packs that a thread has under way in a turn, and blocks that a multiprocessor holds. */
 template <typename Real> struct LossShape { enum { LOADS = 4, BLOCKS = 1 }; };
-template <> struct LossShape<__nv_bfloat16> { enum { LOADS = 2, BLOCKS = 2 }; };
+template <> struct LossShape<__nv_bfloat16> { enum { LOADS = 2, BLOCKS = ROOM }; };
 
 /* What is subtracted in the exponent where the largest logit is `most`, which may be -infinity. Never fused into what
  * follows: the same rounding wherever it is used. */
