@@ -18,6 +18,7 @@ import datetime
 import json
 import math
 import os
+import stat
 import sys
 
 KEYS = ("loss", "val_loss", "grad_norm")
@@ -36,7 +37,7 @@ class Run:
         self.series = {}
         self.samples = []
         try:
-            with open(self.path, encoding="utf-8", errors="replace") as file:
+            with open_regular(self.path, errors="replace") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         self.add(line, number)
@@ -67,6 +68,13 @@ class Run:
             if not is_number(value, finite=False):
                 raise Fault(f"{self.path}:{number}: {key} is {json.dumps(value)}, expected a number")
             self.series.setdefault(key, {})[int(step)] = float(value)
+
+
+def open_regular(path, errors="strict"):
+    """Opens a text to be read. What is no file is refused: a FIFO would be waited for until somebody writes into it."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise Fault(f"{path}: is not a regular file")
+    return open(path, encoding="utf-8", errors=errors)
 
 
 def is_number(value, finite=True):
@@ -261,7 +269,7 @@ def page_points(series, seconds):
 def read_config(path):
     """The options of a run; none where there is only a log."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path) as file:
             config = json.load(file)
     except FileNotFoundError:
         return {}

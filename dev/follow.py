@@ -17,6 +17,7 @@ import importlib
 import json
 import math
 import os
+import stat
 import sys
 import time
 
@@ -127,6 +128,8 @@ class Log:
         if self.file and ((status.st_dev, status.st_ino) != self.identity or status.st_size < self.file.tell()):
             self.file.close()
             self.file = None
+        if not stat.S_ISREG(status.st_mode):  # a FIFO would be waited for until somebody writes into it
+            raise Fault(f"{self.path}: is not a regular file")
         if not self.file:
             self.file, self.number = open(self.path, "rb"), 0
             self.identity = (status.st_dev, status.st_ino)
@@ -177,6 +180,8 @@ def follow(options):
     if not os.path.isdir(options.run):
         raise Fault(f"{options.run}: is no directory, expected that of a run (--out of the trainer)")
     path, config = os.path.join(options.run, "config.json"), {}
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise Fault(f"{path}: is not a regular file")
     if os.path.exists(path):
         try:
             with open(path, encoding="utf-8") as file:

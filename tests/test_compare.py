@@ -31,7 +31,8 @@ def write_run(name, losses, evaluations=None, extra=""):
 
 
 def compare(*arguments, python=sys.executable):
-    process = subprocess.run([python, COMPARE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.run([python, COMPARE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             timeout=300)
     return process.returncode, process.stdout, process.stderr
 
 
@@ -141,6 +142,27 @@ def test_bad_input():
             check(status == 2 and words in errors and "Traceback" not in errors, status, errors)
 
 
+def test_no_files():
+    a = write_run("a", {1: 4.0})
+    for name, make in (("FIFO", os.mkfifo), ("directory", os.mkdir)):
+        with test(f"a {name} in place of a log or a config.json is a sentence, and nothing is waited for"):
+            odd = path("odd_" + name)
+            os.makedirs(odd)
+            make(os.path.join(odd, "log.jsonl"))
+            options = write_run("options_" + name, {1: 4.0})
+            make(os.path.join(options, "config.json"))
+            for run, file in ((odd, "log.jsonl"), (options, "config.json")):
+                status, _, errors = compare(a, run, "--html", path("odd.html"))
+                check(status == 2 and errors == f"compare.py: {run}/{file}: is not a regular file\n", status, errors)
+    with test("a FIFO or a device that is itself given as a log is a sentence"):
+        fifo = path("fifo")
+        os.mkfifo(fifo)
+        status, _, errors = compare(a, fifo)
+        check(status == 2 and errors == f"compare.py: {fifo}: is not a regular file\n", status, errors)
+        status, _, errors = compare(a, "/dev/null")
+        check(status == 2 and errors == "compare.py: /dev/null: is not a regular file\n", status, errors)
+
+
 def python_with_matplotlib():
     for python in (sys.executable, "/usr/bin/python3"):
         command = [python, "-c", "import matplotlib"]
@@ -190,5 +212,6 @@ test_figures()
 test_limits()
 test_output()
 test_bad_input()
+test_no_files()
 test_picture()
 end()

@@ -160,6 +160,9 @@ def main():
             with open(os.path.join(write_run(name, [step(1, 4.0)]), "config.json"), "w") as file:
                 file.write(text)
         os.makedirs(path_of("data"))
+        os.makedirs(path_of("fifo"))
+        os.mkfifo(path_of("fifo", "log.jsonl"))
+        os.mkfifo(os.path.join(write_run("fifo_config", [step(1, 4.0)]), "config.json"))
         for packages, arguments, words in ((none, [path_of("run")], "tensorboardX or wandb"),
                                            (none, [path_of("run"), "--to", "wandb"], "-m pip install wandb"),
                                            (board, [path_of("nowhere")], "nowhere: is no directory"),
@@ -168,6 +171,8 @@ def main():
                                            (board, [path_of("options")], "config.json: is no JSON"),
                                            (board, [path_of("list")], "config.json: is list, expected an object"),
                                            (board, [path_of("word")], 'config.json: steps is "many", expected an integer'),
+                                           (board, [path_of("fifo")], "log.jsonl: is not a regular file"),
+                                           (board, [path_of("fifo_config")], "config.json: is not a regular file"),
                                            (board, [path_of("data"), "--once"], "log.jsonl: no such file")):
             status, output, errors = finish(start(packages, *arguments))
             check(status == 1 and words in errors and errors.count("\n") == 1, arguments, status, errors)
