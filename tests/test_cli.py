@@ -68,6 +68,11 @@ def bad_options():
         ("no validation data", 2, ["validation", "--val", "--eval-every 0"], [*TINY, "--train", DATA + "/train_*.bin"]),
         ("samples without a tokenizer", 2, ["tokenizer.bin"],
          [*TINY, "--train", DATA + "/train_*.bin", "--eval-every", "0", "--sample-every", "1"]),
+        ("HellaSwag's turn without its questions", 2, ["--hellaswag-every 5", "--hellaswag FILE"],
+         [*SMALL, "--hellaswag-every", "5"]),
+        *((f"{option} without samples", 2, [f"{option} has no effect without --sample-every N"], [*SMALL, option, value])
+          for option, value in (("--prompt", "a"), ("--sample-tokens", "9"), ("--temperature", "1"), ("--top-k", "5"),
+                                ("--top-p", "0.9"))),
         ("resume without a directory", 2, ["--resume", "--out"], [*SMALL, "--resume"]),
         ("resume of a directory that is not there", 2, ["none"], [*SMALL, "--resume", "--out", TMP + "/none"]),
         ("resume and init together", 2, ["--resume", "--init"], [*SMALL, "--resume", "--init", "x", "--out", TMP]),
@@ -209,6 +214,18 @@ def good_use():
     with test("--list-attention prints every kernel and whether it can run"):
         status, out, err = train(*SMALL, "--list-attention", "--device", "cpu")
         check(status == 0 and "tiled" in out and "reference" in out and "ok" in out, out, err)
+    with test("what a 0 turns off may have its details all the same"):
+        status, out, err = train(*SMALL, "--eval-tokens", 9, "--hellaswag-every", 0, "--save-every", 0, "--sample-every", 0,
+                                 "--prompt", "a", "--sample-tokens", 9, "--temperature", 1, "--top-k", 5, "--top-p", 0.9)
+        check(status == 0, out, err)
+    with test("a resumed run takes from its config.json what an option needs, and says where there is nothing"):
+        run = os.path.join(TMP, "sampled")
+        status, out, err = train(*SMALL, "--stop", 1, "--sample-every", 2, "--out", run)
+        check(status == 0, err)
+        refused(2, ["--hellaswag-every 1", "--hellaswag FILE"], "--out", run, "--resume", "--hellaswag-every", 1)
+        refused(2, ["--eval-tokens", "without --eval-every N"], "--out", run, "--resume", "--eval-tokens", 9)
+        status, out, err = train("--out", run, "--resume", "--prompt", "ab", "--sample-tokens", 5)
+        check(status == 0 and "sample at step 2\nab" in out, out, err)
     with test("steps 0 writes the initial checkpoint alone"):
         run = os.path.join(TMP, "zero")
         status, out, err = train(*TINY, "--vocab", 50, "--steps", 0, "--out", run)

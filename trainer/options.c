@@ -214,6 +214,26 @@ int options_resolve_model(Options *options, const OptionsGiven *given, const Gpt
     return 0;
 }
 
+/* Refuses what was given in vain, as an option that would make use of it is missing: it was most likely forgotten, and the
+ * run would do less than was meant. What is turned off by a 0 of its own was not forgotten; that nothing is saved without
+ * --out is said when the run begins. */
+static int check_used(const Options *options, const OptionsGiven *given, Error *error)
+{
+    static const struct { const char *name, *every; size_t field; } parts[] = {
+        {"eval-tokens", "eval-every", FIELD(eval_every)},       {"sample-tokens", "sample-every", FIELD(sample_every)},
+        {"prompt", "sample-every", FIELD(sample_every)},        {"temperature", "sample-every", FIELD(sample_every)},
+        {"top-k", "sample-every", FIELD(sample_every)},         {"top-p", "sample-every", FIELD(sample_every)},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        if (options_given(given, parts[i].name) && !options_given(given, parts[i].every) &&
+            !*(const int64_t *)((const char *)options + parts[i].field))
+            return error_set(error, "--%s has no effect without --%s N", parts[i].name, parts[i].every);
+    if (options_given(given, "hellaswag-every") && options->hellaswag_every && !*options->hellaswag)
+        return error_set(error, "--hellaswag-every %lld has no questions to ask: give --hellaswag FILE, which "
+                         "dev/hellaswag.py makes", (long long)options->hellaswag_every);
+    return 0;
+}
+
 int options_resolve_batch(Options *options, const OptionsGiven *given, Error *error)
 {
     if (options->seq > (int64_t)COUNT_MOST / options->batch)
@@ -235,7 +255,7 @@ int options_resolve_batch(Options *options, const OptionsGiven *given, Error *er
         return error_set(error, "--warmup %lld is longer than the run of --steps %lld", (long long)options->warmup,
                          (long long)options->steps);
     if (options->warmup > options->steps) options->warmup = options->steps / 10;
-    return 0;
+    return check_used(options, given, error);
 }
 
 /* Update t counts from 1 to S. While t <= warmup: lr * t/warmup. Then, with p = (t - warmup)/(S - warmup):

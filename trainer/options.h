@@ -68,7 +68,8 @@ int options_given(const OptionsGiven *given, const char *name);
 int options_resolve_model(Options *options, const OptionsGiven *given, const GptConfig *shape, const char *shape_source,
                           int64_t vocab_found, Error *error);
 
-/* Fills batch_tokens and lr_final where they were not given; checks batch-tokens, warmup, stop and the like against the rest. */
+/* Fills batch_tokens and lr_final where they were not given; checks batch-tokens and warmup against the rest. One that was
+ * given and has no effect without another that is missing (prompt without sample-every) is an error. */
 int options_resolve_batch(Options *options, const OptionsGiven *given, Error *error);
 
 /* Takes every option that was not given from a run's config.json. One that was given, differs, and may not change within
