@@ -267,7 +267,7 @@ static void test_relay(void)
         RUN(relay_kernel, 2, PIPE_THREADS, 0, nullptr, out, in);
         for (int i = 0; i < 32; i++) {
             const float *row = in + 4 * i;
-            float expected = row[0] + row[1] + row[2] + row[3] + 100 * digest_of(in + 4 * (i ^ 1)) + 2;
+            float expected = row[0] + row[1] + row[2] + row[3] + 100 * digest_of(in + 4 * (i ^ 1)) + 4002;
             CHECK(out[i] == expected, "seed %d, out[%d]: %g, expected %g", (int)seed, i, out[i], expected);
         }
     }
@@ -445,6 +445,8 @@ static void test_mbarrier_faults(void)
     test_mbarrier_fault<LATER_COPY>("byte 20 of tile is read here and was written by a copy of thread (3,0,0), with no");
     test_mbarrier_fault<THIRD_READER>("byte 36 of tile is written here and was read by thread (96,0,0), with no barrier");
     test_mbarrier_fault<EARLIER_PHASE>("byte 0 of tile is read here and was written by thread (3,0,0), with no barrier");
+    test_mbarrier_fault<READ_AFTER_ARRIVAL>("byte 36 of tile is written here and was read by thread (40,0,0), with no");
+    test_mbarrier_fault<WRITE_AFTER_BARRIER>("byte 36 of tile is read here and was written by thread (3,0,0), with no");
 }
 
 int main(void)
