@@ -180,11 +180,13 @@ class Truth:
                 of_terms, of_squares, of_logits = bounds.table[dtype][quantity]
                 off = by_stripe((plain[quantity] - truth[quantity]).abs(), bounds.stripe)
                 terms, squares, logits = (by_stripe(measure[quantity], bounds.stripe) for measure in measures)
-                size = 0 if quantity == "LSE" else by_stripe(truth[quantity].abs(), bounds.stripe)  # what the result rounds
-                floor = of_terms * (terms + size)
+                size = by_stripe(truth[quantity].abs(), bounds.stripe)  # what the result rounds
                 if of_squares > 0:
-                    floor = floor.minimum(of_squares * (squares + size ** 2).sqrt())
-                allowed = (bounds.factor * off).maximum(unit * floor) + of_logits * bounds.roundoff["fp32"] * logits
+                    floor = (of_terms * (terms + size)).minimum(of_squares * (squares + size ** 2).sqrt())
+                    allowed = (bounds.factor * off).maximum(unit * floor)
+                else:
+                    allowed = bounds.factor * off + unit * of_terms * terms
+                allowed = allowed + of_logits * bounds.roundoff["fp32"] * logits
                 parts[quantity].append((truth[quantity], allowed))
         self.value = {quantity: torch.cat([part[0] for part in found]) for quantity, found in parts.items()}
         self.allowed = {quantity: torch.cat([part[1] for part in found]) for quantity, found in parts.items()}

@@ -383,7 +383,7 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
             if (!clean) continue;
             worst = larger(worst, fabs(got - truth));
             plain = larger(plain, fabs(problem->plain[quantity][row * width + d] - truth));
-            if (quantity != QUANTITY_LSE) size = larger(size, fabs(truth)); /* what the result's own rounding is of */
+            size = larger(size, fabs(truth)); /* what the result's own rounding is of */
         }
         if (!clean) continue;
         terms = larger(terms, problem->terms[quantity][row]);
@@ -392,9 +392,11 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
     }
     double u = quantity == QUANTITY_LSE ? unit_roundoff[DTYPE_FP32] : unit_roundoff[shape->dtype];
     const Bound *bound = &bounds[shape->dtype][quantity];
-    double floor = bound->terms * (terms + size), luck = bound->squares * sqrt(squares + size * size);
-    if (bound->squares > 0 && luck < floor) floor = luck;
-    double allowed = larger(FACTOR * plain, u * floor) + bound->logits * unit_roundoff[DTYPE_FP32] * logits;
+    double allowed = FACTOR * plain + u * bound->terms * terms;
+    if (bound->squares > 0)
+        allowed = larger(FACTOR * plain, u * smaller(bound->terms * (terms + size),
+                                                     bound->squares * sqrt(squares + size * size)));
+    allowed += bound->logits * unit_roundoff[DTYPE_FP32] * logits;
     if (worst > 0) judge_worst[shape->dtype][quantity] = larger(judge_worst[shape->dtype][quantity], worst / allowed);
     if (worst <= allowed) return 0;
     return judge_fault(judgement, "%s head %lld rows %lld to %lld: error %.3g, allowed %.3g (plain computation %.3g)",

@@ -70,8 +70,9 @@ static inline double random_bell(uint64_t *state)
     return (double)(sum - 2 * 65535) * (1.7320508 / 65536);
 }
 
-/* The larger of two; `most` where `x` is NaN. */
+/* The larger and the smaller of two; `most` where `x` is NaN. */
 static inline double larger(double most, double x) { return x > most ? x : most; }
+static inline double smaller(double most, double x) { return x < most ? x : most; }
 
 static inline void problem_fill(Problem *problem, InputKind kind, uint64_t seed)
 {

@@ -2,25 +2,28 @@
  *
  * In each head and each stripe of STRIPE rows, the largest error against the float64 truth may be at most
  *
- *     the larger of  FACTOR * (largest error of a plain computation in the same precision)
- *               and  u * the smaller of  terms * sum |r|  and  squares * sqrt(sum r^2)
- *     +  logits * 2^-24 * (error through the logits)
+ *     in fp32    FACTOR * (largest error of a plain computation in the same precision)  +  u * terms * sum |r|
+ *     in bf16    the larger of  FACTOR * (the same)
+ *                          and  u * the smaller of  terms * sum |r|  and  squares * sqrt(sum r^2)
+ *     in both    +  logits * 2^-24 * (error through the logits)
  *
  * The plain computation is a materialised softmax attention, every sum in fp32 in the order of the formula, P, dS and the
  * results rounded to the kernel's type, D = rowsum(dO * O) from the rounded O that backward is handed, as PyTorch's flash
- * takes it: what a framework does. A kernel rounds at the same places, but elsewhere to the other neighbour; in a stripe
- * where the plain one is lucky (of two rows, or of one: at T = 1 it is exact) twice its error says nothing. There the
- * second line holds, what these roundings can do at all: each moves the result by at most u r, u the unit roundoff of the
- * type (to first order; Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 3). Their sum is reached only
- * where all have the same sign and size, so where there are many, `squares` standard deviations hold instead (0: the
- * sum alone, for fp32, where the order of the sums is what errs, not the few roundings in between). r is:
+ * takes it: what a framework does. A kernel rounds at the same places, but here and there to the other neighbour; in a stripe
+ * where the plain one is lucky (of two rows, or of one: at T = 1 it is exact) twice its error says nothing. There the floor
+ * holds, what these roundings can do at all: each moves the result by at most u r, u the unit roundoff of the type (to
+ * first order; Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 3). r is:
  *
- *     P_ij          V_j and through O -> D: dO_i . V_j     the result itself, once more
+ *     P_ij          V_j and through O -> D: dO_i . V_j     in bf16 the result itself, once more
  *     O_i           D_i = dO_i . O_i, which moves all dS_ij = P_ij (dP_ij - D_i) of its row
  *     P_ij, dS_ij   dS_ij, each once: K_j of dQ, Q_i of dK
  *
- * The third line is what errors in the logits and in LSE, which are fp32 in every kernel, do: P_ij = exp(S_ij - LSE_i)
- * moves by P_ij (1 - P_ij) of the one and P_ij of the other.
+ * In bf16 nothing else matters, and nothing can exceed their sum; it is reached only where all have the same sign and size,
+ * so where there are many, `squares` standard deviations hold instead. In fp32 the order of the sums errs as well, which
+ * the plain computation measures: so there the two are added up, and LSE, fp32 whatever the type, is judged as fp32 is.
+ *
+ * The last line is what errors in the logits and in LSE, which are fp32 in every kernel, do: P_ij = exp(S_ij - LSE_i) moves
+ * by P_ij (1 - P_ij) of the one and P_ij of the other.
  */
 #ifndef BOUNDS_H
 #define BOUNDS_H
@@ -32,7 +35,7 @@ typedef enum Quantity { QUANTITY_O, QUANTITY_LSE, QUANTITY_DQ, QUANTITY_DK, QUAN
 #define QUANTITY_NAMES {"O", "LSE", "dQ", "dK", "dV"}
 
 typedef struct Bound {
-    double terms, squares, logits; /* as above */
+    double terms, squares, logits; /* as above; squares 0: judged as fp32 */
 } Bound;
 
 /* Rows judged together. A whole-tensor norm would hide one wrong stripe of one head. */
