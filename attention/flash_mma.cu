@@ -22,13 +22,19 @@
  * P^T and dS^T on theirs from S^T = K Q^T and dP^T = V dO^T to dV += P^T dO and dK += dS^T Q. Only dS goes through
  * shared memory, for dQ += dS K, whose sum over keys crosses warps; and above HS 64, where the registers hold half of
  * dK and dV a warp, P does too: then two warps share 32 keys, each scores half of the queries and sums up half of the
- * columns.
+ * columns. There a block of 8 warps is all an SM has room for, and at a barrier nobody else works; so warps meet at
+ * mbarriers, which split a barrier into arriving and waiting, and find work of their own in between:
+ *
+ *     S, P, dP, dS | wait: all done with the tile before | store P, dS | arrive | dV, dK of what it scored itself
+ *     | wait: all have stored | queue the next tile's loads | dV, dK of the other warp's half | dQ | arrive
  *
  * What limits it, in clocks of an SM: mma.sync does a piece of 4096 operations in about 1.6, and its right factor, 256
  * bytes, takes 2 of shared memory unless it serves two left factors: so a warp owns 32 rows. exp2 is 16 a clock: six
- * tenths of the time of the forward's products at HS 64. Measured on an H200: forward 234 to 408 TFLOP/s, of some 600
- * that mma.sync could do; no unit is at its limit, and what is lost is latency: registers allow 8 to 12 warps an SM
- * (dev/LOG.md). Loads of the next tile run behind the work on this one (cp.async, two stages, one barrier a tile).
+ * tenths of the time of the forward's products at HS 64. Measured on an H200: forward 234 to 408 TFLOP/s, backward 208 to
+ * 347, of some 600 that mma.sync could do; no unit is at its limit, and what is lost is latency: registers allow 8 to 12
+ * warps an SM (dev/LOG.md). So products are unrolled as far as registers go, without a branch inside: matrix loads of one
+ * step run under the products of the one before. Loads of the next tile run behind the work on this one (cp.async, two
+ * stages).
  *
  * Shared memory: a tile is rows of HSP elements in chunks of 16 bytes, chunk c of row r at place c ^ r % 8, so that
  * ldmatrix reads eight rows from eight groups of banks. Forward up to 97 KB a block, backward up to 147 KB (163 KB are
@@ -439,7 +445,7 @@ template <int HSP, int FROM> struct ForwardShape;
     X(32, 0, 2, 4, 64, 64, 2, true, 2)    \
     X(64, 0, 2, 4, 64, 32, 4, false, 3)   \
     X(64, 2048, 2, 4, 64, 64, 4, true, 2) \
-    X(96, 0, 2, 4, 64, 32, 6, false, 2)   \
+    X(96, 0, 2, 4, 64, 64, 6, false, 2)   \
     X(128, 0, 2, 4, 64, 64, 2, false, 2)  \
     X(256, 0, 1, 4, 32, 32, 16, false, 2)
 #endif
@@ -976,8 +982,8 @@ template <int HSP> struct KeysShape;
         static const int ROWS = 16 * MT * WARPS, SLICE = SLICE_, SLICES = HSP / SLICE_;                            \
         static const int STAGE = BM_ * HSP * 2, STATS = (2 * ROWS + 4 * BM_) * HSP * 2;                            \
         static const int BAD = STATS + 6 * BM_ * 4;                                                                \
-        /* Of a product at a time: unrolled further, loads come too early and registers spill. */                  \
-        static const int STEPS = 2;                                                                                \
+        /* Of a product at a time: all, but where registers would spill. */                                        \
+        static const int STEPS = HSP >= 96 ? HSP / 16 : 2;                                                         \
         static const int BYTES = BAD + 16;                                                                         \
     };
 KEYS_SHAPES(KEYS_SHAPE)
@@ -1056,7 +1062,7 @@ __device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K
         int first = mine - query - part; /* queries of the part before this see no key of the warp */
         if (!MASKED || first < PART) {
 const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
-#pragma unroll(Shape::STEPS)
+#pragma unroll(MASKED ? 2 : Shape::STEPS)
             for (int k = 0; k < HSP / 16; k++) {
                 uint32_t a[MT][4];
 #pragma unroll
@@ -1091,7 +1097,7 @@ const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, la
             }
             add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, slice);
             const Walk<HSP> walk_V = walk_down<HSP>(V, lane), walk_dO = walk_right<HSP>(dO, lane);
-#pragma unroll(Shape::STEPS)
+#pragma unroll(MASKED ? 2 : Shape::STEPS)
             for (int k = 0; k < HSP / 16; k++) {
                 uint32_t a[MT][4];
 #pragma unroll
@@ -1220,18 +1226,20 @@ template <int HSP> struct FusedShape;
  * would need. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define FUSED_PART_64 16
+#define FUSED_STEPS_128 4
 #else
 #define FUSED_PART_64 32
+#define FUSED_STEPS_128 8
 #endif
 
 #ifndef FUSED_SHAPES
 /* HSP, key groups of 32, warps a group, queries a tile, of them at a time, steps of a product at a time, m16 tiles of
  * dQ a warp, blocks an SM */
-#define FUSED_SHAPES(X)                     \
-    X(32, 4, 1, 64, 32, 2, 2, 2)            \
-    X(64, 4, 1, 64, FUSED_PART_64, 2, 2, 2) \
-    X(96, 4, 2, 64, 32, 2, 1, 1)            \
-    X(128, 4, 2, 64, 32, 2, 2, 1)
+#define FUSED_SHAPES(X)                       \
+    X(32, 4, 1, 64, 32, 2, 2, 2)              \
+    X(64, 4, 1, 64, FUSED_PART_64, 4, 2, 2)   \
+    X(96, 4, 2, 64, 32, 6, 1, 1)              \
+    X(128, 4, 2, 64, 32, FUSED_STEPS_128, 2, 1)
 #endif
 #define FUSED_SHAPE(HSP, GROUPS_, SPLIT_, BM_, PART_, STEPS_, MTQ_, BLOCKS_)                                     \
     template <> struct FusedShape<HSP> {                                                                         \
@@ -1242,10 +1250,13 @@ template <int HSP> struct FusedShape;
         static const int Q_GROUPS = BM_ / (16 * MTQ_), Q_COLUMNS = HSP / (WARPS / Q_GROUPS);                     \
         static const int FRAGMENTS = MTQ_ * Q_COLUMNS / 8;                                                       \
         static const int STATS = (2 * ROWS + 4 * BM_) * HSP * 2, BAD = STATS + 6 * BM_ * 4;                      \
-        static const int DS = (BAD + 16 + 1023) / 1024 * 1024;                                                   \
+        static const int PHASES = BAD + 16, DS = (PHASES + 32 + 1023) / 1024 * 1024;                             \
         static const int P = DS + ROWS * BM_ * 2, BYTES = SPLIT_ > 1 ? P + ROWS * BM_ * 2 : P, STEPS = STEPS_;   \
+        static const bool OVERLAPS = SPLIT_ > 1; /* barriers are mbarriers */                                    \
         static_assert(WARPS % Q_GROUPS == 0 && Q_COLUMNS % 16 == 0, "the warps share dQ evenly");                \
         static_assert(PART_ * SPLIT_ <= BM_, "each warp of a group has queries of its own");                     \
+        static_assert(SPLIT_ == 1 || PART_ * SPLIT_ == BM_, "where P is shared, a warp scores its part at once");\
+        static_assert(32 * GROUPS_ / BM_ % 2 == 0, "stages are told by the number of the tile");                 \
     };
 FUSED_SHAPES(FUSED_SHAPE)
 
@@ -1277,55 +1288,18 @@ __device__ __forceinline__ float *sums_at(float *sums, uint32_t head, int tiles,
     return sums + ((((int64_t)head * tiles + tile) * Shape::WARPS + warp) * Shape::FRAGMENTS * 32 + threadIdx.x % 32) * 4;
 }
 
-/* P and dS of PART queries, from `part` on, for the warp's 32 keys. As in keys_tile. */
+/* P of PART queries, from `part` on, for the warp's 32 keys, from their logits. As in keys_tile. */
 template <int HSP, bool MASKED, int PART>
-__device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (&dS)[2][PART / 8][4], SharedAddress K,
-                                             SharedAddress V, SharedAddress Q, SharedAddress dO, SharedAddress stats,
-                                             Lane lane, int first, int left, int part, float scale_log2)
+__device__ __forceinline__ void fused_exponentials(float (&P)[2][PART / 8][4], SharedAddress stats, Lane lane, int first,
+                                                   int left, int part, float scale_log2)
 {
-    const int MT = 2, BM = FusedShape<HSP>::BM;
-    const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
-#pragma unroll(FusedShape<HSP>::STEPS)
-    for (int k = 0; k < HSP / 16; k++) {
-        uint32_t a[MT][4];
-#pragma unroll
-        for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_K.at(m * 16, k));
-#pragma unroll
-        for (int n = 0; n < PART / 16; n++) {
-            uint32_t b[4];
-            if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
-            ldmatrix_x4(b, walk_Q.at(part + n * 16, k));
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                mma_bf16(P[m][2 * n], a[m], b[0], b[1]);
-                mma_bf16(P[m][2 * n + 1], a[m], b[2], b[3]);
-            }
-        }
-    }
-    const Walk<HSP> walk_V = walk_down<HSP>(V, lane), walk_dO = walk_right<HSP>(dO, lane);
-#pragma unroll(FusedShape<HSP>::STEPS)
-    for (int k = 0; k < HSP / 16; k++) {
-        uint32_t a[MT][4];
-#pragma unroll
-        for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_V.at(m * 16, k));
-#pragma unroll
-        for (int n = 0; n < PART / 16; n++) {
-            uint32_t b[4];
-            if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
-            ldmatrix_x4(b, walk_dO.at(part + n * 16, k));
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                mma_bf16(dS[m][2 * n], a[m], b[0], b[1]);
-                mma_bf16(dS[m][2 * n + 1], a[m], b[2], b[3]);
-            }
-        }
-    }
+    const int BM = FusedShape<HSP>::BM;
 #pragma unroll
     for (int n = 0; n < PART / 8; n++) {
         float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
         float2 low = MASKED ? load_64(stats + (2 * BM + part + n * 8 + 2 * lane.q) * 4) : make_float2(0, 0);
 #pragma unroll
-        for (int m = 0; m < MT; m++)
+        for (int m = 0; m < 2; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 P[m][n][e] = fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x);
@@ -1334,11 +1308,52 @@ __device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (
                 if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) P[m][n][e] = 0;
             }
     }
+}
+
+/* Sums (32 keys, PART queries) += X (keys, HSP) Y^T, rows part .. of Y. All steps at once, but where masks need registers:
+ * matrix loads of one step run under the products of the one before. */
+template <int HSP, bool MASKED, int PART>
+__device__ __forceinline__ void fused_product(float (&sums)[2][PART / 8][4], SharedAddress X, SharedAddress Y, Lane lane,
+                                              int first, int part)
+{
+    const Walk<HSP> walk_X = walk_down<HSP>(X, lane), walk_Y = walk_right<HSP>(Y, lane);
+#pragma unroll(MASKED ? 2 : FusedShape<HSP>::STEPS)
+    for (int k = 0; k < HSP / 16; k++) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++) ldmatrix_x4(a[m], walk_X.at(m * 16, k));
+#pragma unroll
+        for (int n = 0; n < PART / 16; n++) {
+            uint32_t b[4];
+            if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
+            ldmatrix_x4(b, walk_Y.at(part + n * 16, k));
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                mma_bf16(sums[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(sums[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* P and dS of PART queries, from `part` on, for the warp's 32 keys. Where registers allow, the exponentials come before the
+ * second product, under whose matrix loads they can run. */
+template <int HSP, bool MASKED, int PART>
+__device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (&dS)[2][PART / 8][4], SharedAddress K,
+                                             SharedAddress V, SharedAddress Q, SharedAddress dO, SharedAddress stats,
+                                             Lane lane, int first, int left, int part, float scale_log2)
+{
+    const int BM = FusedShape<HSP>::BM;
+    const bool EARLY = FusedShape<HSP>::OVERLAPS;
+    fused_product<HSP, MASKED, PART>(P, K, Q, lane, first, part);
+    if (EARLY) fused_exponentials<HSP, MASKED, PART>(P, stats, lane, first, left, part, scale_log2);
+    fused_product<HSP, MASKED, PART>(dS, V, dO, lane, first, part);
+    if (!EARLY) fused_exponentials<HSP, MASKED, PART>(P, stats, lane, first, left, part, scale_log2);
 #pragma unroll
     for (int n = 0; n < PART / 8; n++) {
         float2 D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
 #pragma unroll
-        for (int m = 0; m < MT; m++)
+        for (int m = 0; m < 2; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - (e % 2 ? D.y : D.x));
@@ -1348,18 +1363,20 @@ __device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (
     }
 }
 
-/* The same for sums whose X^T lies in shared memory, the warp's 32 rows of it (keys, BM queries). */
+/* As add_product for the half of the tile's queries that the warp has not scored, the first half for slice 1: there X^T
+ * lies in shared memory, the warp's 32 rows of it (keys, BM queries). */
 template <int HSP, bool MASKED, int SLICE8>
 __device__ __forceinline__ void add_product_shared(float (&sums)[2][SLICE8][4], SharedAddress X, SharedAddress Y,
                                                    Lane lane, int first, int slice)
 {
-    const int BM = FusedShape<HSP>::BM;
-    const Walk<BM> walk_X = walk_down<BM>(X, lane);
-    const Walk<HSP> walk_Y = walk_down<HSP>(Y, lane);
-#pragma unroll(FusedShape<HSP>::STEPS)
-    for (int k = 0; k < BM / 16; k++) {
+    const int BM = FusedShape<HSP>::BM, query = (slice ^ 1) * (BM / 2);
+    Walk<BM> walk_X = walk_down<BM>(X, lane);
+    walk_X.first = flip_bits(walk_X.first, (uint32_t)query * 2);
+    const Walk<HSP> walk_Y = walk_down<HSP>(Y + query * HSP * 2, lane);
+#pragma unroll
+    for (int k = 0; k < BM / 32; k++) {
         uint32_t a[2][4];
-        if (MASKED && k * 16 + 15 < first) continue;
+        if (MASKED && query + k * 16 + 15 < first) continue;
 #pragma unroll
         for (int m = 0; m < 2; m++) ldmatrix_x4(a[m], walk_X.at(m * 16, k));
 #pragma unroll
@@ -1376,21 +1393,21 @@ __device__ __forceinline__ void add_product_shared(float (&sums)[2][SLICE8][4], 
 }
 
 /* The block's part of dQ of one tile of queries, the warp's share of it, added in global memory. keys: how many of the
- * block's, from the first on, any query of the tile sees. bad[2]: the first key that is not finite, whose queries get
- * NaN; INT_MAX where all are. */
-template <int HSP>
+ * block's, from the first on, any query of the tile sees. Unless all are FINITE, bad[2] is the first key that is not, whose
+ * queries get NaN. */
+template <int HSP, bool FINITE>
 __device__ __forceinline__ void fused_queries(float *sums, SharedAddress dS, SharedAddress K, Shared<int> bad,
                                               Lane lane, int keys, int key, int query)
 {
     typedef FusedShape<HSP> Shape;
     const int MTQ = Shape::MTQ, N = Shape::Q_COLUMNS / 8, BM = Shape::BM;
     const int group = lane.warp % Shape::Q_GROUPS, columns = lane.warp / Shape::Q_GROUPS;
-    const int bad_key = bad[2];
+    const int bad_key = FINITE ? INT_MAX : bad[2];
     float dQ[MTQ][N][4];
     set_zero(dQ);
     const Walk<BM> walk_dS = walk_right<BM>(dS, lane);
     const Walk<HSP> walk_K = walk_down<HSP>(K, lane);
-#pragma unroll(2)
+#pragma unroll(FINITE ? 4 : 1)
     for (int k = 0; k < Shape::ROWS / 16; k++) {
         uint32_t a[MTQ][4];
         if (k * 16 >= keys) break;
@@ -1400,7 +1417,7 @@ __device__ __forceinline__ void fused_queries(float *sums, SharedAddress dS, Sha
         for (int n = 0; n < N / 2; n++) {
             uint32_t b[4];
             ldmatrix_x4_trans(b, walk_K.at(k * 16, columns * (N / 2) + n));
-            if (bad_key != INT_MAX) {
+            if (!FINITE) {
                 bool found = false;
 #pragma unroll
                 for (int e = 0; e < 4; e++) b[e] = finite_pair(b[e], &found);
@@ -1417,8 +1434,8 @@ __device__ __forceinline__ void fused_queries(float *sums, SharedAddress dS, Sha
         int row = query - key + (group * MTQ + m) * 16 + lane.g;
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            if (row >= bad_key) dQ[m][n][0] = dQ[m][n][1] = NAN;
-            if (row + 8 >= bad_key) dQ[m][n][2] = dQ[m][n][3] = NAN;
+            if (!FINITE && row >= bad_key) dQ[m][n][0] = dQ[m][n][1] = NAN;
+            if (!FINITE && row + 8 >= bad_key) dQ[m][n][2] = dQ[m][n][3] = NAN;
             reduce_add_4(sums + (m * N + n) * 128, make_float4(dQ[m][n][0], dQ[m][n][1], dQ[m][n][2], dQ[m][n][3]));
         }
     }
@@ -1431,31 +1448,48 @@ struct FusedState {
 
 /* Where the parts of a block's shared memory are. */
 struct FusedPlaces {
-    SharedAddress my_K, my_V, K, dS, P; /* my_: of the warp's keys */
+    SharedAddress K, V, dS, P;
+    SharedAddress phases; /* four mbarriers, used where warps may run ahead: */
 };
 
-template <int HSP, bool MASKED>
+/* of a stage: its tile has arrived; of the block: all warps are done with a tile; have stored its P and dS. */
+__device__ __forceinline__ SharedAddress phase_loaded(SharedAddress phases, int stage) { return phases + 8 * stage; }
+__device__ __forceinline__ SharedAddress phase_done(SharedAddress phases) { return phases + 16; }
+__device__ __forceinline__ SharedAddress phase_stored(SharedAddress phases) { return phases + 24; }
+
+/* The warp arrives: all its lanes have come so far. */
+__device__ __forceinline__ void warp_arrive(SharedAddress at)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(at);
+}
+
+/* One tile of queries. load_next() queues the loads of the tile after it. */
+template <int HSP, bool MASKED, typename LoadNext>
 __device__ __forceinline__ void fused_tile(FusedState<HSP> &state, const FusedPlaces &at, SharedAddress Q,
-                                           SharedAddress dO, SharedAddress stats, float *sums, Shared<int> bad,
-                                           Lane lane, int key, int query, int T, float scale_log2)
+                                           SharedAddress dO, SharedAddress stats, float *sums, Shared<int> bad, int key,
+                                           int query, int T, float scale_log2, const LoadNext &load_next)
 {
     typedef FusedShape<HSP> Shape;
-    const int PART = Shape::PART, BM = Shape::BM, group = lane.warp / Shape::SPLIT, half = lane.warp % Shape::SPLIT;
-    const int mine = key + group * 32;
+    const int PART = Shape::PART, BM = Shape::BM, SPLIT = Shape::SPLIT, stage = query / BM & 1;
+    const Lane lane = lane_again();
+    const int group = lane.warp / SPLIT, half = lane.warp % SPLIT;
 #pragma unroll 1
-    for (int part = half * (BM / Shape::SPLIT); part < (half + 1) * (BM / Shape::SPLIT); part += PART) {
+    for (int part = half * (BM / SPLIT); part < (half + 1) * (BM / SPLIT); part += PART) {
         float P[2][PART / 8][4], dS[2][PART / 8][4];
         set_zero(P);
         set_zero(dS);
-        int first = mine - query - part;
-        if (!MASKED || first < PART) {
-            fused_scores<HSP, MASKED, PART>(P, dS, at.my_K, at.my_V, Q, dO, stats, lane, first, T - query - part, part,
-                                            scale_log2);
-            if (Shape::SPLIT == 1) {
-                add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, 0);
-                add_product<HSP, MASKED>(state.dK, dS, Q, lane, part, first, 0);
+        const int first = key + group * 32 - query - part;
+        const bool seen = !MASKED || first < PART;
+        if (seen) {
+            fused_scores<HSP, MASKED, PART>(P, dS, at.K + group * 32 * HSP * 2, at.V + group * 32 * HSP * 2, Q, dO, stats,
+                                            lane_again(), first, T - query - part, part, scale_log2);
+            if (!Shape::OVERLAPS) {
+                add_product<HSP, MASKED>(state.dV, P, dO, lane_again(), part, first, 0);
+                add_product<HSP, MASKED>(state.dK, dS, Q, lane_again(), part, first, 0);
             }
         }
+        if (Shape::OVERLAPS && query != key) mbarrier_wait(phase_done(at.phases), stage ^ 1);
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -1464,15 +1498,28 @@ __device__ __forceinline__ void fused_tile(FusedState<HSP> &state, const FusedPl
                 for (int e = 0; e < 4; e += 2) {
                     int offset = tile_offset<BM>(group * 32 + m * 16 + e * 4 + lane.g, part / 8 + n) + 4 * lane.q;
                     store_32(at.dS + offset, pack_bf16(dS[m][n][e], dS[m][n][e + 1]));
-                    if (Shape::SPLIT > 1) store_32(at.P + offset, pack_bf16(P[m][n][e], P[m][n][e + 1]));
+                    if (Shape::OVERLAPS) store_32(at.P + offset, pack_bf16(P[m][n][e], P[m][n][e + 1]));
                 }
+        if (Shape::OVERLAPS) {
+            warp_arrive(phase_stored(at.phases));
+            if (seen) {
+                add_product<HSP, MASKED>(state.dV, P, dO, lane_again(), part, first, half);
+                add_product<HSP, MASKED>(state.dK, dS, Q, lane_again(), part, first, half);
+            }
+        }
     }
-    __syncthreads();
-    if (Shape::SPLIT > 1) {
-        add_product_shared<HSP, MASKED>(state.dV, at.P + group * 32 * BM * 2, dO, lane, mine - query, half);
-        add_product_shared<HSP, MASKED>(state.dK, at.dS + group * 32 * BM * 2, Q, lane, mine - query, half);
-    }
-    fused_queries<HSP>(sums, at.dS, at.K, bad, lane, MASKED ? query + BM - key : Shape::ROWS, key, query);
+    if (Shape::OVERLAPS) {
+        mbarrier_wait(phase_stored(at.phases), stage);
+        load_next(); /* all warps have stored, so all are done with the tile before, whose place this takes */
+        const Lane lane_now = lane_again();
+        const int rows = lane_now.warp / SPLIT * 32, slice = lane_now.warp % SPLIT;
+        add_product_shared<HSP, MASKED>(state.dV, at.P + rows * BM * 2, dO, lane_now, key + rows - query, slice);
+        add_product_shared<HSP, MASKED>(state.dK, at.dS + rows * BM * 2, Q, lane_now, key + rows - query, slice);
+    } else __syncthreads();
+    const int keys = MASKED ? query + BM - key : Shape::ROWS;
+    if (bad[2] == INT_MAX) fused_queries<HSP, true>(sums, at.dS, at.K, bad, lane_again(), keys, key, query);
+    else fused_queries<HSP, false>(sums, at.dS, at.K, bad, lane_again(), keys, key, query);
+    if (Shape::OVERLAPS) warp_arrive(phase_done(at.phases));
 }
 
 template <int HSP>
@@ -1487,14 +1534,14 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
     const Shared<int> bad = shared_dynamic<int>(Shape::BAD, 4);
     const SharedAddress K = shared_address(shared_dynamic<unsigned char>(0, Shape::BYTES));
     const SharedAddress V = K + ROWS * HSP * 2, Q = V + ROWS * HSP * 2, dO = Q + 2 * STAGE, stats = K + Shape::STATS;
-    const int key = place.tile * ROWS, group = lane.warp / Shape::SPLIT;
+    const int key = place.tile * ROWS;
     const Matrix queries = matrix_of(call.Q, place, sizes), grads = matrix_of(call.dO, place, sizes);
-    const FusedPlaces at = {K + group * 32 * HSP * 2, V + group * 32 * HSP * 2, K, K + Shape::DS, K + Shape::P};
+    const FusedPlaces at = {K, V, K + Shape::DS, K + Shape::P, K + Shape::PHASES};
     FusedState<HSP> state;
     set_zero(state.dK);
     set_zero(state.dV);
 
-    int tile = key / BM, stage = 0;
+    int tile = key / BM;
     const int tiles = (sizes.T + BM - 1) / BM;
     float *sums = sums_at<HSP>(call.sums, place.head, tiles, tile, lane.warp);
     load_tile<HSP, ROWS, THREADS>(K, matrix_of(call.K, place, sizes), key);
@@ -1504,34 +1551,53 @@ __global__ void __launch_bounds__(FusedShape<HSP>::THREADS, FusedShape<HSP>::BLO
     load_stats<BM>(stats, call, place, tile * BM);
     copies_commit();
     if (threadIdx.x < 4) bad[threadIdx.x] = threadIdx.x % 2 ? -1 : INT_MAX;
+    if (Shape::OVERLAPS && threadIdx.x == 0) {
+        mbarrier_init(phase_loaded(at.phases, 0), THREADS);
+        mbarrier_init(phase_loaded(at.phases, 1), THREADS);
+        mbarrier_init(phase_done(at.phases), Shape::WARPS);
+        mbarrier_init(phase_stored(at.phases), Shape::WARPS);
+    }
     copies_wait<0>();
     if (__syncthreads_or(scan_tile<HSP, ROWS, THREADS>(K))) purge_tile<HSP, ROWS, THREADS, false>(K, bad + 2, bad + 3);
 
-    for (; tile < tiles; tile++, stage ^= 1, sums += Shape::WARPS * Shape::FRAGMENTS * 128) {
+    for (; tile < tiles; tile++, sums += Shape::WARPS * Shape::FRAGMENTS * 128) {
         const bool masked = tile * BM < key + ROWS - 1 || (tile + 1) * BM > sizes.T;
+        const int stage = tile & 1; /* the first tile's number is even */
         int found = 0;
-        copies_wait<0>();
+        const auto load_next = [&]() {
+            if (tile + 1 >= tiles) return;
+            load_tile<HSP, BM, THREADS>(Q + (stage ^ 1) * STAGE, queries, (tile + 1) * BM);
+            load_tile<HSP, BM, THREADS>(dO + (stage ^ 1) * STAGE, grads, (tile + 1) * BM);
+            load_stats<BM>(stats + (stage ^ 1) * BM * 12, call, place, (tile + 1) * BM);
+            if (Shape::OVERLAPS && queries.vectors && grads.vectors) {
+                mbarrier_arrive_copies(phase_loaded(at.phases, stage ^ 1));
+                return;
+            }
+            copies_commit();
+            if (Shape::OVERLAPS) { /* only an arrival of the thread's own makes what it stored itself known */
+                copies_wait<0>();
+                mbarrier_arrive(phase_loaded(at.phases, stage ^ 1));
+            }
+        };
+        /* Of a stage's mbarrier, the block's tiles 1 and 2 are the first phase, 3 and 4 the second. */
+        if (!Shape::OVERLAPS) copies_wait<0>();
+        else if (tile * BM != key) mbarrier_wait(phase_loaded(at.phases, stage), ((tile - 1) / 2 ^ key / ROWS) & 1);
         if (masked)
             found = __syncthreads_or((int)scan_tile<HSP, BM, THREADS>(Q + stage * STAGE) |
                                      (int)scan_tile<HSP, BM, THREADS>(dO + stage * STAGE));
-        else __syncthreads();
+        else if (!Shape::OVERLAPS) __syncthreads();
         if (found) {
             purge_tile<HSP, BM, THREADS>(Q + stage * STAGE, bad, bad + 1);
             purge_tile<HSP, BM, THREADS>(dO + stage * STAGE, bad, bad + 1);
             __syncthreads();
         }
-        if (tile + 1 < tiles) {
-            load_tile<HSP, BM, THREADS>(Q + (stage ^ 1) * STAGE, queries, (tile + 1) * BM);
-            load_tile<HSP, BM, THREADS>(dO + (stage ^ 1) * STAGE, grads, (tile + 1) * BM);
-            load_stats<BM>(stats + (stage ^ 1) * BM * 12, call, place, (tile + 1) * BM);
-            copies_commit();
-        }
+        if (!Shape::OVERLAPS) load_next();
         if (masked || stats_large<BM>(stats + stage * BM * 12)) /* the masking kind also takes in what LSE lacks */
             fused_tile<HSP, true>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad,
-                                  lane, key, tile * BM, sizes.T, sizes.scale_log2);
+                                  key, tile * BM, sizes.T, sizes.scale_log2, load_next);
         else
             fused_tile<HSP, false>(state, at, Q + stage * STAGE, dO + stage * STAGE, stats + stage * BM * 12, sums, bad,
-                                   lane, key, tile * BM, sizes.T, sizes.scale_log2);
+                                   key, tile * BM, sizes.T, sizes.scale_log2, load_next);
         if (found) { /* what was not finite reaches the keys that its query sees, and no others */
             const Lane lane_now = lane_again();
             int last = tile * BM + bad[1], mine = key + lane_now.warp / Shape::SPLIT * 32;
