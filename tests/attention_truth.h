@@ -30,7 +30,7 @@ typedef struct Problem {
     float *input[INPUT_COUNT];        /* (B, NH, T, HS), exact in shape.dtype */
     double *truth[QUANTITY_COUNT];    /* (B, NH, T, HS), LSE (B, NH, T) */
     float *plain[QUANTITY_COUNT];     /* the same, computed plainly in fp32 */
-    double *terms[QUANTITY_COUNT];    /* (B, NH, T): by how many u the plain computation's roundings may move the row, at worst */
+    double *terms[QUANTITY_COUNT];    /* (B, NH, T): how many u the plain computation's roundings move it at worst */
     double *squares[QUANTITY_COUNT];  /* (B, NH, T): the sum of the squares of the single ones */
     double *logits[QUANTITY_COUNT];   /* (B, NH, T): what an error of 1 in relative terms of the logits does to the row */
 } Problem;

@@ -9,7 +9,7 @@
  *
  * The plain computation is a materialised softmax attention, every sum in fp32 in the order of the formula, P, dS and the
  * results rounded to the kernel's type, D = rowsum(dO * O) from the rounded O that backward is handed, as PyTorch's flash
- * takes it: what a framework does. A kernel rounds at the same places, but here and there to the other neighbour; in a stripe
+ * takes it: what a framework does. A kernel rounds at the same places, here and there to the other neighbour. In a stripe
  * where the plain one is lucky (of two rows, or of one: at T = 1 it is exact) twice its error says nothing. There the floor
  * holds, what these roundings can do at all: each moves the result by at most u r, u the unit roundoff of the type (to
  * first order; Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 3). r is:
@@ -45,7 +45,7 @@ typedef struct Bound {
 /* 24 and 8 significant bits, to nearest. LSE is fp32 whatever the type. */
 static const double unit_roundoff[DTYPE_COUNT] = {0x1p-24 /* fp32 */, 0x1p-8 /* bf16 */};
 
-/* In the order of the enums: a line a dtype; O, LSE, dQ, dK, dV. C++ programs read this too, which know no array designators. */
+/* In the order of the enums: a line a dtype; O, LSE, dQ, dK, dV. Read by C++ too, which has no array designators. */
 static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
     {{4, 0, 2}, {4, 0, 2}, {4, 0, 2}, {4, 0, 2}, {4, 0, 2}}, /* fp32 */
     {{1, 2, 1}, {4, 0, 2}, {1, 2, 1}, {1, 2, 1}, {1, 2, 1}}, /* bf16 */
