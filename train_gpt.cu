@@ -104,6 +104,7 @@ static int setup_model(Trainer *t)
     t->gpt_options.cache = o->sample_every ? 1 : 0;
     t->gpt_options.no_recording = (int)o->no_graph;
     t->gpt_options.deterministic = (int)o->deterministic;
+    t->gpt_options.tf32 = (int)o->tf32;
     return 0;
 }
 
@@ -124,6 +125,7 @@ static int setup_attention(Trainer *t)
     shape.scale = attention_scale(shape.HS);
     shape.dtype = t->backend->dtype;
     shape.deterministic = t->gpt_options.deterministic;
+    shape.tf32 = t->gpt_options.tf32;
     int sm = t->backend->sm(t->stream);
     t->peak = t->backend->peak_tflops(t->stream);
     if (t->options.list_attention) {

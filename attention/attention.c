@@ -16,12 +16,14 @@
 
 extern const AttentionKernel attention_tiled, attention_reference;
 #ifdef HAVE_CUDA
-extern const AttentionKernel attention_flash_mma, attention_flash_tf32x3, attention_flash_simt, attention_cublas;
+extern const AttentionKernel attention_flash_mma, attention_flash_tf32, attention_flash_tf32x3, attention_flash_simt,
+    attention_cublas;
 #endif
 
 static const AttentionKernel *const kernels[] = {
 #ifdef HAVE_CUDA
     &attention_flash_mma,
+    &attention_flash_tf32,
     &attention_flash_tf32x3,
     &attention_flash_simt,
     &attention_cublas,

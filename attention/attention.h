@@ -28,7 +28,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct below changes; a shared object built against another number is refused. */
-#define ATTENTION_ABI 1
+#define ATTENTION_ABI 2
 
 /* Type of the elements of Q, K, V, O and their gradients. LSE is always fp32. */
 typedef enum Dtype { DTYPE_FP32, DTYPE_BF16, DTYPE_COUNT } Dtype;
@@ -43,6 +43,7 @@ typedef struct AttentionShape {
     float scale;       /* factor of Q K^T; attention_scale(HS) gives the usual 1/sqrt(HS) */
     Dtype dtype;
     int deterministic; /* not 0: the same inputs must give the same bits on every run */
+    int tf32;          /* not 0: products of fp32 factors may round them to TF32 */
 } AttentionShape;
 
 /* Element (b, t, h, i) stands at data + b*batch_stride + t*row_stride + h*head_stride + i. Strides count elements. */

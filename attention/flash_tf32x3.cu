@@ -68,8 +68,8 @@
  * its warp, in plain fp32, by the definition (forward_again, keys_again, queries_again). That costs the usual case one
  * multiplication an output. A row with a logit of NaN or +inf is NaN altogether, and given up at the first.
  *
- * Plain TF32 would be the big products alone: multiply_big without multiply_small, and no splitting. AttentionShape has no
- * field that asks for it.
+ * Plain TF32 is the big products alone. flash_tf32.cu includes this file with TERMS as 1: factors are then rounded instead
+ * of split, what stays in shared memory once, and there are no low parts, nor memory for them.
  *
  * Limits: HS up to 256, padded to 32, 64, 96, 128 or 256 in shared memory only; T up to 2^30; any strides. Rows that are
  * not aligned to 16 bytes, and HS that is no multiple of four, are loaded element by element. Above HS 128 the backward is
@@ -79,6 +79,11 @@
 
 #include "attention/attention.h"
 #include "attention/tensor_core.h"
+
+/* TF32 products that stand for one of two fp32 numbers: 3, or 1 in flash_tf32.cu. */
+#ifndef TERMS
+#define TERMS 3
+#endif
 
 /* Which of the tilings for HS 64 below. */
 #ifndef FORWARD_CONFIG
@@ -154,6 +159,10 @@ constexpr Tiling queries_tiling(int HSP)
            : HSP == 128 ? Tiling{1, 2, 16, 1, 4, 4, 2, 0}
                         : Tiling{1, 2, 16, 1, 2, 2, 2, 0};
 }
+
+/* Which tiles lie split, as in Tiling: all of them where that takes no more room. The room, in tiles. */
+constexpr int split_of(const Tiling &tiling) { return TERMS == 1 ? 2 : tiling.split; }
+constexpr int parts_of(bool split) { return split && TERMS == 3 ? 2 : 1; }
 
 /* Bytes from a row of so many columns to the next in shared memory. */
 __host__ __device__ constexpr int pitch_of(int columns) { return 4 * (columns + PAD); }
@@ -309,12 +318,20 @@ __device__ __forceinline__ void load_tile(SharedAddress tile, const Matrix<const
 }
 
 /* x = hi + lo but for what is below the last place of x: hi is x rounded to TF32, lo what is left, which the tensor core
- * cuts to TF32 when it reads it. Where x is no finite number, lo is NaN. */
+ * cuts to TF32 when it reads it. Where x is no finite number, lo is NaN. With one term lo is 0, and nobody reads it. */
 __device__ __forceinline__ void split(uint32_t &hi, uint32_t &lo, uint32_t x)
 {
+    if (TERMS == 1) {
+        hi = round_tf32(__uint_as_float(x));
+        lo = 0;
+        return;
+    }
     hi = (x + 0x1000u) & 0xffffe000u;
     lo = __float_as_uint(__fsub_rn(__uint_as_float(x), __uint_as_float(hi)));
 }
+
+/* x as products take it, for what is computed without them. */
+__device__ __forceinline__ float factor_of(float x) { return TERMS == 1 ? __uint_as_float(round_tf32(x)) : x; }
 
 /* What x holds, split into hi, in its place, and lo. */
 __device__ __forceinline__ void split_four(uint32_t (&x)[4], uint32_t (&lo)[4])
@@ -338,7 +355,7 @@ __device__ __forceinline__ void split_tile(SharedAddress tile, int low)
             split(hi.z, lo.z, x.z);
             split(hi.w, lo.w, x.w);
             store_128(at, hi);
-            store_128(at + low, lo);
+            if (TERMS == 3) store_128(at + low, lo);
         }
 }
 
@@ -365,8 +382,8 @@ template <bool SPLIT>
 __device__ __forceinline__ void load_factor(Factor &a, SharedAddress at, int low)
 {
     ldmatrix_x4(a.hi, at);
-    if (SPLIT) ldmatrix_x4(a.lo, at + low);
-    else split_four(a.hi, a.lo);
+    if (!SPLIT) split_four(a.hi, a.lo);
+    else if (TERMS == 3) ldmatrix_x4(a.lo, at + low);
 }
 
 /* Where a lane reads A, rows from `row` on; B as rows that are summed over d; B as rows that are summed up. Bytes. */
@@ -407,6 +424,17 @@ __device__ __forceinline__ void multiply_big(float (&sum)[M][N][4], int n, const
         for (int m = 0; m < M; m++) mma_tf32(sum[m][n + i], a[m].hi, hi[2 * i], hi[2 * i + 1]);
 }
 
+template <int M, int N>
+__device__ __forceinline__ void add_sums(float (&x)[M][N][4], const float (&more)[M][N][4])
+{
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[m][n][e] += more[m][n][e];
+}
+
 /* S (16 M, 8 N), a warp's part: rows of A times rows of B, summed over d < HS. */
 template <int HSP, bool SPLIT, bool A_IS_QUERY, int M, int N>
 __device__ __forceinline__ void dot_rows(float (&S)[M][N][4], SharedAddress a_at, int low, SharedAddress b_at, int HS)
@@ -431,23 +459,13 @@ __device__ __forceinline__ void dot_rows(float (&S)[M][N][4], SharedAddress a_at
                     uint32_t hi[4], lo[4];
                     ldmatrix_x4(hi, b_at + (n * 8 * PITCH + k * 4));
                     split_four(hi, lo);
-                    multiply_small<A_IS_QUERY>(small, n, a, hi, lo);
+                    if (TERMS == 3) multiply_small<A_IS_QUERY>(small, n, a, hi, lo);
                     multiply_big(big, n, a, hi);
                 }
             }
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) S[m][n][e] += big[m][n][e];
+            add_sums(S, big);
         }
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) S[m][n][e] += small[m][n][e];
+    if (TERMS == 3) add_sums(S, small);
 }
 
 /* Two factors B of eight columns from rows 2q and 2q + 1 of eight. PAIRS: they are the even and the odd columns of sixteen,
@@ -529,9 +547,9 @@ __device__ __forceinline__ void add_rows(float (&out)[M][C][4], Keep<M> keep, co
                 for (int w = 0; w < WIDE; w += 2) {
                     SharedAddress at = y_at + ((part + k) * 8 * PITCH + (c + w) * 32);
                     load_pair<PAIRS>(hi[k][w / 2], at, PITCH);
-                    if (SPLIT) load_pair<PAIRS>(lo, at + low, PITCH);
-                    else split_four(hi[k][w / 2], lo);
-                    multiply_small<true>(sum, w, a[k], hi[k][w / 2], lo);
+                    if (!SPLIT) split_four(hi[k][w / 2], lo);
+                    else if (TERMS == 3) load_pair<PAIRS>(lo, at + low, PITCH);
+                    if (TERMS == 3) multiply_small<true>(sum, w, a[k], hi[k][w / 2], lo);
                 }
 #pragma unroll
             for (int k = 0; k < PART; k++)
@@ -661,7 +679,7 @@ __device__ __forceinline__ void add_row(Row<COLUMNS> &row, float p, const Matrix
 #pragma unroll
         for (int c = 0; c < (COLUMNS + 31) / 32; c++) {
             int d = lane.index + 32 * c;
-            if (d < Y.HS) row.x[c] = fmaf(factor, Y.data[(first + n) * Y.stride + d], row.x[c]);
+            if (d < Y.HS) row.x[c] = fmaf(factor, factor_of(Y.data[(first + n) * Y.stride + d]), row.x[c]);
         }
     }
 }
@@ -683,7 +701,8 @@ __device__ __forceinline__ void store_row(const Matrix<float> &out, int at, cons
 __device__ __forceinline__ float dot_of(const Matrix<const float> &X, int x, const Matrix<const float> &Y, int y)
 {
     float sum = 0;
-    for (int d = 0; d < X.HS; d++) sum = fmaf(X.data[x * X.stride + d], Y.data[y * Y.stride + d], sum);
+    for (int d = 0; d < X.HS; d++)
+        sum = fmaf(factor_of(X.data[x * X.stride + d]), factor_of(Y.data[y * Y.stride + d]), sum);
     return sum;
 }
 
@@ -703,10 +722,10 @@ struct ForwardShape {
     static const int M = forward_tiling(HSP).m, WARPS = forward_tiling(HSP).warps, STEP = forward_tiling(HSP).step;
     static const int STAGES = forward_tiling(HSP).stages, BLOCKS = forward_tiling(HSP).blocks;
     static const int WIDE = forward_tiling(HSP).wide, PART = forward_tiling(HSP).part;
-    static const bool SPLIT = forward_tiling(HSP).split;
+    static const bool SPLIT = split_of(forward_tiling(HSP));
     static const int THREADS = 32 * WARPS, ROWS = 16 * M * WARPS, N = STEP / 8, C = HSP / 8;
     static const int OWN = ROWS * pitch_of(HSP), OTHER = STEP * pitch_of(HSP); /* bytes of a tile */
-    static const int BYTES = (SPLIT ? 2 : 1) * OWN + 2 * STAGES * OTHER;
+    static const int BYTES = parts_of(SPLIT) * OWN + 2 * STAGES * OTHER;
     static_assert(STAGES == 2 && M <= 2, "what the forward is written for");
     /* The first query of a warp. */
     __device__ static int row_of(const Place &place, Lane lane, const Sizes &sizes)
@@ -917,7 +936,7 @@ __global__ void __launch_bounds__(PREPARE_THREADS) flash_prepare_kernel(Backward
     Matrix<const float> O = matrix_of(call.O, place, sizes), dO = matrix_of(call.dO, place, sizes);
     float sum = 0;
     for (int d = lane.index; d < sizes.HS; d += 32)
-        sum = fmaf(O.data[row * O.stride + d], dO.data[row * dO.stride + d], sum);
+        sum = fmaf(O.data[row * O.stride + d], factor_of(dO.data[row * dO.stride + d]), sum);
     sum = warp_sum(sum);
     if (lane.index == 0)
         call.queries[at] = make_float4(base_of(call.saved[2 * at]), call.saved[2 * at + 1], sum, 0);
@@ -950,11 +969,11 @@ struct KeysShape {
     static const int M = keys_tiling(HSP).m, WARPS = keys_tiling(HSP).warps, STEP = keys_tiling(HSP).step;
     static const int STAGES = keys_tiling(HSP).stages, BLOCKS = keys_tiling(HSP).blocks;
     static const int WIDE = keys_tiling(HSP).wide, PART = keys_tiling(HSP).part;
-    static const bool SPLIT = keys_tiling(HSP).split, SPLIT_V = keys_tiling(HSP).split == 2;
+    static const bool SPLIT = split_of(keys_tiling(HSP)), SPLIT_V = split_of(keys_tiling(HSP)) == 2;
     static const int THREADS = 32 * WARPS, KEYS = 16 * M * WARPS, N = STEP / 8;
     static const int COLUMNS = HSP < MAX_COLUMNS ? HSP : MAX_COLUMNS, SLICES = HSP / COLUMNS, C = COLUMNS / 8;
     static const int OWN = KEYS * pitch_of(HSP), OTHER = STEP * pitch_of(HSP), STAGE = 2 * OTHER + STEP * 16;
-    static const int V_AT = (SPLIT ? 2 : 1) * OWN, STAGES_AT = V_AT + (SPLIT_V ? 2 : 1) * OWN;
+    static const int V_AT = parts_of(SPLIT) * OWN, STAGES_AT = V_AT + parts_of(SPLIT_V) * OWN;
     static const int DS_AT = STAGES_AT + STAGES * STAGE;
     static const int BYTES = DS_AT + (WITH_DQ ? STEP * pitch_of(KEYS) : 0);
     static_assert(STEP <= THREADS, "a thread brings at most one query's numbers");
@@ -1186,11 +1205,11 @@ struct QueriesShape {
     static const int M = queries_tiling(HSP).m, WARPS = queries_tiling(HSP).warps, STEP = queries_tiling(HSP).step;
     static const int STAGES = queries_tiling(HSP).stages, BLOCKS = queries_tiling(HSP).blocks;
     static const int WIDE = queries_tiling(HSP).wide, PART = queries_tiling(HSP).part;
-    static const bool SPLIT = queries_tiling(HSP).split, SPLIT_DO = queries_tiling(HSP).split == 2;
+    static const bool SPLIT = split_of(queries_tiling(HSP)), SPLIT_DO = split_of(queries_tiling(HSP)) == 2;
     static const int THREADS = 32 * WARPS, ROWS = 16 * M * WARPS, N = STEP / 8;
     static const int COLUMNS = HSP < MAX_COLUMNS ? HSP : MAX_COLUMNS, SLICES = HSP / COLUMNS, C = COLUMNS / 8;
     static const int OWN = ROWS * pitch_of(HSP), OTHER = STEP * pitch_of(HSP);
-    static const int DO_AT = (SPLIT ? 2 : 1) * OWN, STAGES_AT = DO_AT + (SPLIT_DO ? 2 : 1) * OWN;
+    static const int DO_AT = parts_of(SPLIT) * OWN, STAGES_AT = DO_AT + parts_of(SPLIT_DO) * OWN;
     static const int BYTES = STAGES_AT + 2 * STAGES * OTHER;
 };
 
@@ -1453,6 +1472,7 @@ const char *flash_tf32x3_backward(AttentionOutput dQ, AttentionOutput dK, Attent
 
 } // namespace
 
+#if TERMS == 3
 extern "C" const AttentionKernel attention_flash_tf32x3 = {
     ATTENTION_ABI,
     ATTENTION_CUDA,
@@ -1464,3 +1484,4 @@ extern "C" const AttentionKernel attention_flash_tf32x3 = {
     flash_tf32x3_forward,
     flash_tf32x3_backward,
 };
+#endif

@@ -10,7 +10,8 @@
 Tensors are read where they lie, whatever their strides, as long as the last dimension is contiguous; nothing is copied. Work
 goes to the current stream; scratch and what forward keeps for backward come from PyTorch's allocator. `kernel` is a name of
 the table, "auto" for the fastest that takes the shape, or the path of a .so (build/attention/*.so). With
-torch.use_deterministic_algorithms(True) only deterministic ways are taken.
+torch.use_deterministic_algorithms(True) only deterministic ways are taken; flash_tf32 is taken only where PyTorch's own fp32
+products may round their factors to TF32 (torch.backends.cuda.matmul.allow_tf32).
 
 The two functions of a minimal flash attention extension are here too, for (B, NH, T, HS):
 
@@ -27,7 +28,7 @@ import os
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-ABI = 1  # ATTENTION_ABI of attention/attention.h, whose structs are mirrored below
+ABI = 2  # ATTENTION_ABI of attention/attention.h, whose structs are mirrored below
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CPU, CUDA = 0, 1
 
@@ -35,7 +36,7 @@ CPU, CUDA = 0, 1
 class Shape(ctypes.Structure):
     """AttentionShape."""
     _fields_ = [("B", ctypes.c_int64), ("T", ctypes.c_int64), ("NH", ctypes.c_int64), ("HS", ctypes.c_int64),
-                ("scale", ctypes.c_float), ("dtype", ctypes.c_int), ("deterministic", ctypes.c_int)]
+                ("scale", ctypes.c_float), ("dtype", ctypes.c_int), ("deterministic", ctypes.c_int), ("tf32", ctypes.c_int)]
 
 
 class View(ctypes.Structure):
@@ -118,14 +119,24 @@ def _view(tensor):
     return View(tensor.data_ptr(), tensor.stride(0), tensor.stride(2), tensor.stride(1))
 
 
+def _allows_tf32():
+    """Whether PyTorch's own products of fp32 factors may round them to TF32."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        return matmul.fp32_precision == "tf32"
+    except (AttributeError, AssertionError):  # a PyTorch that knows the older name alone
+        return matmul.allow_tf32
+
+
 class _Call:
     """A kernel chosen for a shape, with what its two functions share."""
 
-    def __init__(self, Q, scale, kernel):
+    def __init__(self, Q, scale, kernel, tf32=None):
         B, NH, T, HS = Q.shape
         self.device, self.on_gpu = Q.device, Q.device.type == "cuda"
         self.shape = Shape(B, T, NH, HS, HS ** -0.5 if scale is None else scale, DTYPES[Q.dtype],
-                           int(torch.are_deterministic_algorithms_enabled()))
+                           int(torch.are_deterministic_algorithms_enabled()),
+                           int(_allows_tf32() if tf32 is None else tf32))
         major, minor = torch.cuda.get_device_capability(Q.device) if self.on_gpu else (0, 0)
         error = ctypes.create_string_buffer(1024)
         chosen = library().attention_choose(os.fspath(kernel).encode(), CUDA if self.on_gpu else CPU,

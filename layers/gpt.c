@@ -243,6 +243,7 @@ static AttentionShape attention_shape(const GptConfig *config, const GptOptions 
     shape.scale = options->scale != 0 ? options->scale : attention_scale(shape.HS);
     shape.dtype = backend->dtype;
     shape.deterministic = options->deterministic;
+    shape.tf32 = options->tf32;
     return shape;
 }
 

@@ -33,6 +33,7 @@ typedef struct GptOptions {
     int training;           /* 0: no gradients, no optimizer state, activations of one layer only */
     GptRecompute recompute;
     int deterministic;
+    int tf32;               /* 1: attention may round the factors of fp32 products to TF32, as the stream's products may */
     float scale;            /* attention's factor; 0 means 1/sqrt(HS) */
     int64_t micro_steps;    /* batches that an update may gather through gpt_upload; 0 means 1 */
     int64_t cache;          /* sequences whose keys and values are kept for gpt_prefill and gpt_decode; 0: none */

@@ -74,7 +74,7 @@ static const AttentionKernel *attention_find(const char *name, AttentionDevice w
     char error[512];
     int64_t HS = config->channels / config->heads;
     AttentionShape shape = {B, T, config->heads, HS, attention_scale(HS),
-                            where == ATTENTION_CPU ? DTYPE_FP32 : device->dtype, 1};
+                            where == ATTENTION_CPU ? DTYPE_FP32 : device->dtype, 1, 0};
     const AttentionKernel *kernel = attention_choose(name, where, &shape, sm, error, sizeof error);
     CHECK(kernel, "attention %s: %s", name, error);
     return kernel;
@@ -494,7 +494,7 @@ static void test_attention_kernel(const AttentionKernel *kernel)
 {
     static const GptConfig odd = {2, 2, 32, 24, 101}, full = {1, 3, 48, 24, 128}, narrow = {1, 1, 5, 9, 7};
     static const GptConfig large = {3, 3, 192, 260, 1003};
-    AttentionShape shape = {3, 21, 2, 16, attention_scale(16), device->dtype, 1}, small = shape;
+    AttentionShape shape = {3, 21, 2, 16, attention_scale(16), device->dtype, 1, 0}, small = shape;
     small.HS = narrow.channels / narrow.heads;
     small.scale = attention_scale(small.HS);
     const char *reason = kernel->refuse(&shape, device->sm(device_stream));

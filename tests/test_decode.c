@@ -117,7 +117,7 @@ typedef struct Size {
 static void test_size(Size size, InputKind kind)
 {
     static const char *const kinds[] = {"normal", "+1e5", "-1e5", "-1e5 to 1e5"};
-    AttentionShape shape = {size.B, size.T, size.NH, size.HS, attention_scale(size.HS), device->dtype, 1};
+    AttentionShape shape = {size.B, size.T, size.NH, size.HS, attention_scale(size.HS), device->dtype, 1, 0};
     TEST("%s cache B%d NH%d HS%d, %d rows filled, up to %d of %d, logits %s", device->name, (int)size.B, (int)size.NH,
          (int)size.HS, (int)size.prefix, (int)size.T, (int)size.room, kinds[kind]);
     Problem problem = problem_create(shape, kind, (uint64_t)(100 * size.T + size.HS));
@@ -128,7 +128,7 @@ static void test_size(Size size, InputKind kind)
 /* A NaN in one sequence's key stays with that sequence, head and later rows. */
 static void test_nan(void)
 {
-    AttentionShape shape = {2, 9, 2, 24, attention_scale(24), device->dtype, 1};
+    AttentionShape shape = {2, 9, 2, 24, attention_scale(24), device->dtype, 1, 0};
     TEST("%s cache: a key that is NaN spoils its own head from its row on", device->name);
     Problem problem = problem_create(shape, INPUT_NORMAL, 5);
     problem.input[INPUT_K][(1 * 9 + 4) * 24 + 7] = NAN; /* sequence 0, head 1, row 4 */
@@ -142,7 +142,7 @@ static void test_fill_many(void)
 {
     enum { S = 4, T = 6, NH = 2, HS = 12, C = NH * HS, N = 3 };
     TEST("%s cache: one text for some sequences, the others untouched", device->name);
-    AttentionShape shape = {1, N, NH, HS, 1, device->dtype, 1};
+    AttentionShape shape = {1, N, NH, HS, 1, device->dtype, 1, 0};
     Problem problem = problem_open(shape, INPUT_NORMAL, 8);
     size_t bytes = (size_t)(S * 2 * T * C) * device->element;
     char *cache = poisoned(bytes);
@@ -177,7 +177,7 @@ static Gpt *model_create(GptConfig config, GptOptions options)
 {
     char error[512];
     int64_t HS = config.channels / config.heads;
-    AttentionShape shape = {options.batch, options.sequence, config.heads, HS, attention_scale(HS), device->dtype, 1};
+    AttentionShape shape = {options.batch, options.sequence, config.heads, HS, attention_scale(HS), device->dtype, 1, 0};
     const AttentionKernel *kernel =
         attention_choose("auto", device->device, &shape, device->sm(stream), error, sizeof error);
     Gpt *gpt = kernel ? gpt_create(&config, &options, device, stream, kernel, error, sizeof error) : NULL;

@@ -175,7 +175,7 @@ static const char *greedy_backward(AttentionOutput dQ, AttentionOutput dK, Atten
 static const AttentionKernel *choose_attention(const char *name, int64_t HS)
 {
     static AttentionKernel greedy;
-    AttentionShape shape = {1, 1, 1, HS, attention_scale(HS), DTYPE_FP32, 1};
+    AttentionShape shape = {1, 1, 1, HS, attention_scale(HS), DTYPE_FP32, 1, 0};
     char error[512];
     inner = attention_choose(name, ATTENTION_CPU, &shape, 0, error, sizeof error);
     if (!CHECK(inner, "attention %s: %s", name, error)) return NULL;

@@ -183,7 +183,8 @@ static const OptionRow TABLE[] = {
     {"device", OPTION_TEXT, FIELD(place.device), "auto", 0, 0, "auto|cpu|cuda[:N]", 0, "where to compute"},
     {"dtype", OPTION_CHOICE, FIELD(place.dtype), "fp32", 0, 0, "fp32|bf16", 0, "type of weights and activations"},
     {"attention", OPTION_TEXT, FIELD(place.attention), "auto", 0, 0, "auto|NAME|FILE.so", 0, "attention kernel"},
-    {"tf32", OPTION_FLAG, FIELD(place.tf32), "0", 0, 1, NULL, 0, "let fp32 products on a GPU round their factors to TF32"},
+    {"tf32", OPTION_FLAG, FIELD(place.tf32), "0", 0, 1, NULL, 0,
+     "let fp32 products on a GPU, attention's too, round their factors to TF32"},
     {"help", OPTION_FLAG, FIELD(help), "0", 0, 1, NULL, 0, "print this"},
 };
 enum { ROWS = sizeof TABLE / sizeof TABLE[0] };
@@ -277,7 +278,7 @@ static int evaluate(const EvaluateOptions *o, Inference *m, Material *material, 
         error_set(error, "--seq %lld is longer than the context of %s, %lld", (long long)T, m->path, (long long)context);
         return STATUS_OPTION;
     }
-    GptOptions options = {.batch = o->batch, .sequence = T};
+    GptOptions options = {.batch = o->batch, .sequence = T, .tf32 = (int)o->place.tf32};
     int status = open_material(material, o, m, T, error);
     if (!status) status = inference_place(m, &o->place, &options, error);
     if (!status) print_model(m);

@@ -57,7 +57,8 @@ static const OptionRow TABLE[] = {
     {"dtype", OPTION_CHOICE, FIELD(place.dtype), "fp32", 0, 0, "fp32|bf16", 0, "type of weights and activations"},
     {"attention", OPTION_TEXT, FIELD(place.attention), "auto", 0, 0, "auto|NAME|FILE.so", 0,
      "attention kernel by which a prompt is read"},
-    {"tf32", OPTION_FLAG, FIELD(place.tf32), "0", 0, 1, NULL, 0, "let fp32 products on a GPU round their factors to TF32"},
+    {"tf32", OPTION_FLAG, FIELD(place.tf32), "0", 0, 1, NULL, 0,
+     "let fp32 products on a GPU, attention's too, round their factors to TF32"},
     {"help", OPTION_FLAG, FIELD(help), "0", 0, 1, NULL, 0, "print this"},
 };
 enum { ROWS = sizeof TABLE / sizeof TABLE[0] };
@@ -353,7 +354,8 @@ static int generate(const GenerateOptions *o, Inference *m, Error *error)
     }
     if (!prompt) return STATUS_OPTION;
     int64_t window = o->tokens < context - count ? count + o->tokens : context;
-    GptOptions options = {.batch = 1, .sequence = window, .cache = o->no_cache ? 0 : o->samples};
+    GptOptions options = {.batch = 1, .sequence = window, .cache = o->no_cache ? 0 : o->samples,
+                          .tf32 = (int)o->place.tf32};
     int status = inference_place(m, &o->place, &options, error);
     if (!status) status = check_memory(o, m, &options, error);
     if (!status) status = inference_load(m, &options, error);

@@ -82,7 +82,7 @@ int inference_place(Inference *inference, const DeviceChoice *choice, const GptO
     Inference *m = inference;
     const GptConfig *config = &m->info.config;
     AttentionShape shape = {.B = options->batch, .T = options->sequence, .NH = config->heads,
-                            .HS = config->channels / config->heads};
+                            .HS = config->channels / config->heads, .tf32 = options->tf32};
     int status = device_open(choice, &m->backend, &m->stream, error);
     if (status) return status;
     shape.scale = attention_scale(shape.HS);

@@ -92,7 +92,7 @@ static const OptionRow TABLE[] = {
     {"deterministic", OPTION_FLAG, FIELD(deterministic), "0", 0, 1, NULL, MAY_CHANGE,
      "same bits on every run also on a GPU (the CPU always is)"},
     {"tf32", OPTION_FLAG, FIELD(tf32), "0", 0, 1, NULL, MAY_CHANGE,
-     "let fp32 products on a GPU round their factors to TF32: faster, less exact"},
+     "let fp32 products on a GPU, attention's too, round their factors to TF32: faster, less exact"},
     {"no-graph", OPTION_FLAG, FIELD(no_graph), "0", 0, 1, NULL, MAY_CHANGE,
      "on a GPU queue every operation of a step anew instead of replaying a CUDA graph"},
     {"seed", OPTION_COUNT, FIELD(seed), "1337", 0, COUNT_MOST, "N", FIXED,

@@ -18,6 +18,7 @@ struct Subject {
     Machine machine;
     std::vector<Dtype> dtypes; /* that it is tried with */
     int deterministic;         /* asked of it in every shape */
+    int tf32 = 0;              /* allowed in every shape */
 };
 
 struct ShapeSize {
@@ -43,7 +44,7 @@ static inline const char *dtype_name(Dtype dtype) { return dtype == DTYPE_BF16 ?
 
 static inline AttentionShape shape_of(const Subject &subject, ShapeSize size, Dtype dtype)
 {
-    return {size.B, size.T, size.NH, size.HS, attention_scale(size.HS), dtype, subject.deterministic};
+    return {size.B, size.T, size.NH, size.HS, attention_scale(size.HS), dtype, subject.deterministic, subject.tf32};
 }
 
 static inline void check_problem(const Subject &subject, const Problem *problem, Layout layout, int unaligned)

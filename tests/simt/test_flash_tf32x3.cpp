@@ -22,7 +22,7 @@ static const Machine machine = {ATTENTION_CUDA, 80, NULL, device_alloc, device_f
 
 static AttentionShape shape_of(int64_t B, int64_t NH, int64_t T, int64_t HS, int deterministic)
 {
-    return {B, T, NH, HS, attention_scale(HS), DTYPE_FP32, deterministic};
+    return {B, T, NH, HS, attention_scale(HS), DTYPE_FP32, deterministic, 0};
 }
 
 static void check_problem(const Problem *problem, Layout layout, int unaligned)

@@ -43,7 +43,7 @@ struct Case {
 
     void reference()
     {
-        AttentionShape shape = {1, T, heads, HS, scale, DTYPE_FP32, 0};
+        AttentionShape shape = {1, T, heads, HS, scale, DTYPE_FP32, 0, 0};
         const AttentionKernel *kernel = &attention_reference;
         std::vector<char> saved(kernel->saved_bytes(&shape)), scratch(kernel->scratch_bytes(&shape));
         AttentionInput in[TENSORS];
