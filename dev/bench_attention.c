@@ -247,10 +247,27 @@ static void report(Bench *bench, const AttentionKernel *kernel, const AttentionS
                 timing->runs, bench->name, bench->built_with, bench->runs_with, bench->commit, bench->date);
 }
 
-/* Whether a kernel is right on a problem; in sampled rows where `rows` is not NULL. */
-static int verify(const Bench *bench, const AttentionKernel *kernel, const Problem *problem, const int64_t *rows,
+/* A problem of a shape, solved; in sampled rows where `rows` is not NULL. */
+static Problem make_problem(AttentionShape shape, int64_t *rows)
+{
+    Problem problem = problem_open(shape, INPUT_NORMAL, 29);
+    if (rows) problem_solve_sampled(&problem, rows);
+    else problem_solve(&problem);
+    return problem;
+}
+
+/* Whether a kernel is right on a problem; where it needs TF32, on the one that allows it. */
+static int verify(const Bench *bench, const AttentionKernel *kernel, const Problem *problem, int64_t *rows,
                   Judgement *judgement)
 {
+    AttentionShape shape = problem->shape;
+    if (!shape.tf32 && needs_tf32(kernel, &shape, bench->machine.sm)) {
+        shape.tf32 = 1;
+        Problem rounded = make_problem(shape, rows);
+        int status = verify(bench, kernel, &rounded, rows, judgement);
+        problem_free(&rounded);
+        return status;
+    }
     if (rows) return check_sampled(kernel, problem, rows, &bench->machine, judgement);
     return check_kernel(kernel, problem, LAYOUT_PACKED, 0, &bench->machine, judgement);
 }
@@ -264,9 +281,7 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
     int64_t most = rows ? 1 : 2;
     small.NH = shape->NH > most ? most : shape->NH;
     const char *unit = bench->machine.device == ATTENTION_CUDA ? "TFLOP/s" : "GFLOP/s";
-    Problem problem = problem_open(small, INPUT_NORMAL, 29);
-    if (rows) problem_solve_sampled(&problem, rows);
-    else problem_solve(&problem);
+    Problem problem = make_problem(small, rows);
     printf("B %lld, NH %lld, T %lld, HS %lld, %s\n", (long long)shape->B, (long long)shape->NH, (long long)shape->T,
            (long long)shape->HS, dtype_names[shape->dtype]);
     printf("  %-16s %10s %10s %10s %10s %10s %6s\n", "kernel", "forward ms", "backward", unit, "backward", "memory MB",
@@ -277,7 +292,7 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
         const AttentionKernel *kernel = bench->kernels[k];
         Judgement judgement = {""};
         Timing timing = {0};
-        const char *reason = kernel->refuse(shape, bench->machine.sm);
+        const char *reason = needs_tf32(kernel, shape, bench->machine.sm) ? NULL : kernel->refuse(shape, bench->machine.sm);
         double operations = 3.5 * forward_operations(shape), guess = bench->rate[k] ? operations / bench->rate[k] : 0;
         if (reason) {
             printf("  %-16s refuses: %s\n", kernel->name, reason);

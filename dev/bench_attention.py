@@ -13,8 +13,9 @@ Packed shapes hold Q, K and V in one (B, T, 3, NH, HS) tensor and O and dO as (B
 others each is a contiguous (B, NH, T, HS). PyTorch reads the same views.
 
 Every result is first compared with float64, computed here on the same device, per head and per stripe of rows, by the
-bounds of tests/bounds.h. A kernel of ours that is wrong is not timed, and the exit status is 1; where an operator of PyTorch
-exceeds the bound, its line says so. "of bound" is the largest error as a share of what is allowed.
+bounds of tests/bounds.h; flash_tf32 with float64 of inputs rounded to TF32, by the bounds of that. A kernel of ours that is
+wrong is not timed, and the exit status is 1; where an operator of PyTorch exceeds the bound, its line says so. "of bound" is
+the largest error as a share of what is allowed.
 
 Times are medians of CUDA events around one call on random data, the second-level cache flushed before each, kernels taking
 turns. Operations as the papers count them: forward 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. "x flash"
@@ -74,22 +75,31 @@ TRUTH_MATRICES = 14  # T x T matrices of float64 that solve() holds at most
 # --- the truth and the judgement (tests/attention_truth.h, tests/bounds.h) ----------------------------------------------
 
 QUANTITIES = ("O", "LSE", "dQ", "dK", "dV")
+PRECISIONS = ("fp32", "bf16", "tf32")  # a shape's dtype, or of fp32 the one that flash_tf32 is judged by
 Bounds = collections.namedtuple("Bounds", "stripe factor roundoff table")
 
 
 def read_bounds(path=os.path.join(bench.ROOT, "tests", "bounds.h")):
-    """The bounds that the tests hold kernels to: roundoff[dtype], table[dtype][quantity] = (terms, squares, logits)."""
+    """The bounds that the tests hold kernels to: roundoff[precision]; table[precision][quantity]: terms, squares, logits."""
     with open(path) as file:
         text = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
     stripe, factor = re.search(r"#define STRIPE (\d+)", text), re.search(r"#define FACTOR ([\d.]+)", text)
     units = re.findall(r"0x1p-\d+", text)
     found = [tuple(map(float, bound)) for bound in re.findall(r"\{([\d.]+), ([\d.]+), ([\d.]+)\}", text)]
-    if not stripe or not factor or len(units) != 2 or len(found) != 2 * len(QUANTITIES):
-        raise Fault(f"{path}: {len(units)} unit roundoffs and {len(found)} bounds, expected STRIPE, FACTOR, 2 and "
-                    f"{2 * len(QUANTITIES)}")
-    rows = dict(zip(("fp32", "bf16"), (found[:len(QUANTITIES)], found[len(QUANTITIES):])))
-    return Bounds(int(stripe.group(1)), float(factor.group(1)), dict(zip(("fp32", "bf16"), map(float.fromhex, units))),
-                  {dtype: dict(zip(QUANTITIES, row)) for dtype, row in rows.items()})
+    count, width = len(PRECISIONS), len(QUANTITIES)
+    if not stripe or not factor or len(units) != count or len(found) != count * width:
+        raise Fault(f"{path}: {len(units)} unit roundoffs and {len(found)} bounds, expected STRIPE, FACTOR, {count} and "
+                    f"{count * width}")
+    return Bounds(int(stripe.group(1)), float(factor.group(1)), dict(zip(PRECISIONS, map(float.fromhex, units))),
+                  {precision: dict(zip(QUANTITIES, found[k * width:])) for k, precision in enumerate(PRECISIONS)})
+
+
+def round_tf32(x):
+    """fp32 rounded to TF32, to nearest, ties away from zero."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1fff).view(torch.float32)
+
+
+ROUNDED = {"fp32": lambda x: x, "bf16": lambda x: x.bfloat16().float(), "tf32": round_tf32}  # as factors of products
 
 
 def future_of(Q):
@@ -102,12 +112,12 @@ def largest(x):
     return x.abs().amax(2, keepdim=True)
 
 
-def solve(Q, K, V, dO, scale):
+def solve(Q, K, V, dO, scale, rounds_results=True):
     """The truth from (h, T, HS) tensors in float64, with the measures of tests/bounds.h.
 
     Returns four dictionaries by quantity: the truth (h, T, HS), LSE (h, T, 1); by how many u the roundings of the plain
     computation move a row at worst, the sum of the squares of the single ones (of LSE 0), and what errors of the logits do
-    to it, each (h, T, 1).
+    to it, each (h, T, 1). Not `rounds_results`: O and the gradients are not rounded as factors are.
     """
     future, size = future_of(Q), abs(scale)
     s_abs = (Q.abs() @ K.abs().mT).mul_(size).masked_fill_(future, 0).amax(2, keepdim=True)  # (h, T, 1)
@@ -117,7 +127,7 @@ def solve(Q, K, V, dO, scale):
     dP, dP_abs = dO @ V.mT, dO.abs() @ V.abs().mT
     D_abs = (P * dP_abs).sum(2, keepdim=True)
     O, each = P @ V, P * dP
-    D, rest = each.sum(2, keepdim=True), (dO * O).abs_()
+    D, rest = each.sum(2, keepdim=True), (dO * O).abs_().mul_(rounds_results)
     D_terms = each.abs_().sum(2, keepdim=True).add_(rest.sum(2, keepdim=True))
     D_squares = each.square_().sum(2, keepdim=True).add_(rest.square_().sum(2, keepdim=True))
     del each
@@ -141,18 +151,18 @@ def solve(Q, K, V, dO, scale):
     return truth, terms, squares, logits
 
 
-def solve_plainly(Q, K, V, dO, scale, dtype):
-    """The plain computation of tests/bounds.h, from (h, T, HS) in fp32: P, dS and the results rounded to `dtype`, D from the
-    rounded O."""
-    def rounded(x):
-        return x.to(dtype).float()
+def solve_plainly(Q, K, V, dO, scale, precision):
+    """The plain computation of tests/bounds.h, from (h, T, HS) in fp32: P and dS rounded, and but for tf32 the results too,
+    D from the rounded O."""
+    rounded = ROUNDED[precision]
+    stored = rounded if precision != "tf32" else ROUNDED["fp32"]
     P = (Q @ K.mT).mul_(scale).masked_fill_(future_of(Q), -math.inf)
     LSE = P.logsumexp(2, keepdim=True)
     P = rounded(P.softmax(2))
-    O = rounded(P @ V)
+    O = stored(P @ V)
     D = (dO * O).sum(2, keepdim=True)
     dS = rounded((dO @ V.mT).sub_(D).mul_(P).mul_(scale))
-    return {"O": O, "LSE": LSE, "dQ": rounded(dS @ K), "dK": rounded(dS.mT @ Q), "dV": rounded(P.mT @ dO)}
+    return {"O": O, "LSE": LSE, "dQ": stored(dS @ K), "dK": stored(dS.mT @ Q), "dV": stored(P.mT @ dO)}
 
 
 def by_stripe(rows, stripe):
@@ -164,23 +174,22 @@ def by_stripe(rows, stripe):
 class Truth:
     """What attention of these tensors should give, and how far off each stripe may be."""
 
-    def __init__(self, tensors, bounds, memory):
+    def __init__(self, tensors, bounds, memory, precision):
         """tensors: of make_tensors(). memory: bytes that may be used for the T x T matrices of some heads at a time."""
         Q, K, V, dO = (x.flatten(0, 1) for x in (tensors.Q, tensors.K, tensors.V, tensors.dO))  # (B*NH, T, HS)
         heads, T = Q.shape[:2]
         self.stripe, parts = bounds.stripe, {quantity: [] for quantity in QUANTITIES}
         step = max(1, int(memory // (8 * T * T * TRUTH_MATRICES)))
-        dtype = tensors.shape.dtype
         for first in range(0, heads, step):
-            some = [x[first:first + step] for x in (Q, K, V, dO)]
-            plain = solve_plainly(*(x.float() for x in some), tensors.scale, Q.dtype)
-            truth, *measures = solve(*(x.double() for x in some), tensors.scale)
+            some = [ROUNDED[precision](x[first:first + step].float()) for x in (Q, K, V, dO)]
+            plain = solve_plainly(*some, tensors.scale, precision)
+            truth, *measures = solve(*(x.double() for x in some), tensors.scale, precision != "tf32")
             for quantity in QUANTITIES:
-                unit = bounds.roundoff["fp32" if quantity == "LSE" else dtype]
-                of_terms, of_squares, of_logits = bounds.table[dtype][quantity]
+                unit = bounds.roundoff["fp32" if quantity == "LSE" else precision]
+                of_terms, of_squares, of_logits = bounds.table[precision][quantity]
                 off = by_stripe((plain[quantity] - truth[quantity]).abs(), bounds.stripe)
                 terms, squares, logits = (by_stripe(measure[quantity], bounds.stripe) for measure in measures)
-                size = by_stripe(truth[quantity].abs(), bounds.stripe)  # what the result rounds
+                size = by_stripe(truth[quantity].abs(), bounds.stripe) * (precision != "tf32")  # what the result rounds
                 if of_squares > 0:
                     floor = (of_terms * (terms + size)).minimum(of_squares * (squares + size ** 2).sqrt())
                     allowed = (bounds.factor * off).maximum(unit * floor)
@@ -236,6 +245,11 @@ def make_tensors(shape, device, seed=29):
     return Tensors(shape, shape.HS ** -0.5, *views(shape, fill))
 
 
+def precision_of(kernel, shape):
+    """What a kernel's results on a shape are judged by."""
+    return "tf32" if kernel == "flash_tf32" and shape.dtype == "fp32" else shape.dtype
+
+
 class Subject:
     """Something that is timed: forward() and backward() work on the same tensors, in this order at first."""
 
@@ -253,7 +267,7 @@ class Ours(Subject):
 
     def __init__(self, name, tensors):
         super().__init__(os.path.basename(name))
-        self.call = torch_attention._Call(tensors.Q, tensors.scale, name)
+        self.call = torch_attention._Call(tensors.Q, tensors.scale, name, tf32=precision_of(name, tensors.shape) == "tf32")
         kernel, shape, Q = self.call.kernel, self.call.shape, tensors.Q
         self.ways = kernel.forward, kernel.backward
         # NaN, so that what is read before it is written, or never written, shows.
@@ -395,12 +409,14 @@ def bench_shape(shape, options, timer, bounds):
     tensors = make_tensors(shape, options.device)
     on_gpu = options.device == "cuda"
     memory = min(32 << 30, torch.cuda.mem_get_info()[0] // 2) if on_gpu else 1 << 30
-    truth = Truth(tensors, bounds, memory) if options.verify else None
+    wanted = {shape.dtype, *(precision_of(name, shape) for name in options.kernels)} if options.verify else ()
+    truths = {precision: Truth(tensors, bounds, memory, precision) for precision in wanted}
     if on_gpu:
         torch.cuda.empty_cache()
     print(describe(shape), flush=True)
     subjects, faults = [], 0
     for name in options.kernels:
+        truth = truths.get(precision_of(name, shape))
         subject, sentence = open_subject(lambda: Ours(name, tensors), truth, options.deterministic)
         faults += sentence.startswith("fails") or bool(subject and sentence)
         if sentence:
@@ -408,7 +424,7 @@ def bench_shape(shape, options, timer, bounds):
         else:
             subjects.append(subject)
     for name, operator in PEERS[options.device].items():
-        subject, sentence = open_subject(lambda: Peer(name, operator, tensors), truth, False)
+        subject, sentence = open_subject(lambda: Peer(name, operator, tensors), truths.get(shape.dtype), False)
         if not subject:
             print(f"  PyTorch {name}: {sentence}")
             continue

@@ -252,6 +252,15 @@ static inline AttentionOutput call_output(const Call *call, int tensor)
                              view->row_stride, view->head_stride};
 }
 
+/* Whether a kernel takes a shape where that allows TF32, and only there. */
+static inline int needs_tf32(const AttentionKernel *kernel, const AttentionShape *shape, int sm)
+{
+    AttentionShape without = *shape, with = *shape;
+    without.tf32 = 0;
+    with.tf32 = 1;
+    return kernel->refuse(&without, sm) && !kernel->refuse(&with, sm);
+}
+
 /* --- a call -------------------------------------------------------------------------------------------------------- */
 
 /* Reads a buffer that the kernel has written whole; from here on the image says it stays so. */
@@ -369,6 +378,7 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
     static const char *const names[QUANTITY_COUNT] = QUANTITY_NAMES;
     const AttentionShape *shape = &problem->shape;
     int64_t width = quantity_width(shape, quantity), head = first / shape->T, from = first % shape->T;
+    int precision = precision_of(shape);
     double worst = 0, plain = 0, terms = 0, squares = 0, logits = 0, size = 0;
     for (int64_t row = first; row < last; row++) {
         int clean = 1;
@@ -383,15 +393,15 @@ static inline int judge_stripe(const Problem *problem, const Result *result, int
             if (!clean) continue;
             worst = larger(worst, fabs(got - truth));
             plain = larger(plain, fabs(problem->plain[quantity][row * width + d] - truth));
-            size = larger(size, fabs(truth)); /* what the result's own rounding is of */
+            if (precision != PRECISION_TF32) size = larger(size, fabs(truth)); /* what the result's own rounding is of */
         }
         if (!clean) continue;
         terms = larger(terms, problem->terms[quantity][row]);
         squares = larger(squares, problem->squares[quantity][row]);
         logits = larger(logits, problem->logits[quantity][row]);
     }
-    double u = quantity == QUANTITY_LSE ? unit_roundoff[DTYPE_FP32] : unit_roundoff[shape->dtype];
-    const Bound *bound = &bounds[shape->dtype][quantity];
+    double u = quantity == QUANTITY_LSE ? unit_roundoff[DTYPE_FP32] : unit_roundoff[precision];
+    const Bound *bound = &bounds[precision][quantity];
     double allowed = FACTOR * plain + u * bound->terms * terms;
     if (bound->squares > 0)
         allowed = larger(FACTOR * plain, u * smaller(bound->terms * (terms + size),

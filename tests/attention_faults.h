@@ -44,10 +44,13 @@ static const char *const fault_names[FAULT_COUNT] = {
 };
 
 /* By what part of itself a result is off, in the faults that have a size. */
-static const double fault_sizes[DTYPE_COUNT][FAULT_COUNT] = {
+static const double fault_sizes[PRECISION_COUNT][FAULT_COUNT] = {
     {[FAULT_STRIPE] = 1e-5, [FAULT_DQ_STRIPE] = 1e-4, [FAULT_WANDERS] = 1e-7},  /* fp32 */
     {[FAULT_STRIPE] = 0.02, [FAULT_DQ_STRIPE] = 0.05, [FAULT_WANDERS] = 0.004}, /* bf16 */
+    {[FAULT_STRIPE] = 1e-3, [FAULT_DQ_STRIPE] = 4e-3, [FAULT_WANDERS] = 1e-7},  /* TF32 */
 };
+
+static double fault_size(Fault fault, const AttentionShape *shape) { return fault_sizes[precision_of(shape)][fault]; }
 
 /* Element d of a row, in the type of the call. */
 static float fault_read(AttentionInput view, int64_t b, int64_t h, int64_t t, int64_t d, Dtype dtype)
@@ -117,7 +120,7 @@ static const char *fault_forward(Fault fault, AttentionOutput O, float *LSE, voi
             double sum = 0;
             for (int64_t j = 0; j < fault_columns(fault, i, T); j++) sum += P[j] * fault_read(V, b, h, j, d, dtype);
             if (fault == FAULT_ZEROS && i >= whole) sum = 0;
-            if (fault == FAULT_STRIPE && last_head && i >= T - 3) sum *= 1 + fault_sizes[dtype][fault];
+            if (fault == FAULT_STRIPE && last_head && i >= T - 3) sum *= 1 + fault_size(fault, shape);
             fault_write(O, b, h, i, d, sum, dtype);
         }
     }
@@ -138,14 +141,14 @@ static const char *fault_backward(Fault fault, AttentionOutput dQ, AttentionOutp
     double *sums = malloc((size_t)(2 * T * HS) * sizeof(double)), wander = 0;
     double dK_scale = fault == FAULT_SCALE ? 1 : shape->scale;
     Dtype dtype = shape->dtype;
-    if (fault == FAULT_WANDERS) wander = ++calls % 2 * fault_sizes[dtype][fault];
+    if (fault == FAULT_WANDERS) wander = ++calls % 2 * fault_size(fault, shape);
     for (int64_t head = 0; head < heads && P && dP && sums; head++) {
         int64_t b = head / NH, h = head % NH;
         for (int64_t k = 0; k < 2 * T * HS; k++) sums[k] = 0;
         for (int64_t i = 0; i < T; i++) {
             int64_t columns = fault_columns(fault, i, T), out = fault == FAULT_DV_ROW ? T - 1 : i;
             double D = 0, stretch = 1;
-            if (fault == FAULT_DQ_STRIPE && head == heads - 1 && i >= T - 3) stretch += fault_sizes[dtype][fault];
+            if (fault == FAULT_DQ_STRIPE && head == heads - 1 && i >= T - 3) stretch += fault_size(fault, shape);
             fault_softmax(fault, P, Q, K, b, h, i, shape);
             for (int64_t j = 0; j < columns; j++) {
                 dP[j] = 0;

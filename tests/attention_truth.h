@@ -27,7 +27,7 @@ enum { INPUT_Q, INPUT_K, INPUT_V, INPUT_DO, INPUT_COUNT };
 
 typedef struct Problem {
     AttentionShape shape;
-    float *input[INPUT_COUNT];        /* (B, NH, T, HS), exact in shape.dtype */
+    float *input[INPUT_COUNT];        /* (B, NH, T, HS), exact as factors of the shape's products */
     double *truth[QUANTITY_COUNT];    /* (B, NH, T, HS), LSE (B, NH, T) */
     float *plain[QUANTITY_COUNT];     /* the same, computed plainly in fp32 */
     double *terms[QUANTITY_COUNT];    /* (B, NH, T): how many u the plain computation's roundings move it at worst */
@@ -47,6 +47,17 @@ static inline float round_to(float x, Dtype dtype)
     if (dtype == DTYPE_FP32 || isnan(x)) return x;
     memcpy(&bits, &x, 4);
     bits = (bits + 0x7FFFu + (bits >> 16 & 1)) & 0xFFFF0000u;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* x as a factor of the shape's products: rounded to its type, or to TF32, ties away from zero. */
+static inline float round_factor(float x, const AttentionShape *shape)
+{
+    uint32_t bits;
+    if (precision_of(shape) != PRECISION_TF32 || !isfinite(x)) return round_to(x, shape->dtype);
+    memcpy(&bits, &x, 4);
+    bits = (bits + 0x1000u) & 0xFFFFE000u;
     memcpy(&x, &bits, 4);
     return x;
 }
@@ -89,7 +100,7 @@ static inline void problem_fill(Problem *problem, InputKind kind, uint64_t seed)
                 if (kind == INPUT_HIGH) x = large;
                 if (kind == INPUT_LOW) x = part == INPUT_K ? -large : large;
             }
-            problem->input[part][k] = round_to((float)x, shape->dtype);
+            problem->input[part][k] = round_factor((float)x, shape);
         }
 }
 
@@ -155,7 +166,8 @@ static inline void truth_row(Problem *problem, int64_t head, int64_t i, double *
         add_term(p[j] * dp[j], &D_terms, &D_squares);
         add_scaled_double(o, p[j], problem->input[INPUT_V] + (base + j) * HS, HS);
     }
-    for (int64_t d = 0; d < HS; d++) add_term(dout[d] * o[d], &D_terms, &D_squares);
+    if (precision_of(&problem->shape) != PRECISION_TF32)
+        for (int64_t d = 0; d < HS; d++) add_term(dout[d] * o[d], &D_terms, &D_squares);
     for (int64_t j = 0; j <= i; j++) {
         const float *k = problem->input[INPUT_K] + (base + j) * HS, *v = problem->input[INPUT_V] + (base + j) * HS;
         int64_t you = base + j;
@@ -214,12 +226,12 @@ static inline void plain_row(Problem *problem, int64_t head, int64_t i, float *r
     problem->plain[QUANTITY_LSE][head * T + i] = max + logf(sum);
     float *o = problem->plain[QUANTITY_O] + base + i * HS;
     for (int64_t j = 0; j <= i; j++) {
-        p[j] = round_to(p[j] / sum, dtype);
+        p[j] = round_factor(p[j] / sum, &problem->shape);
         ds[j] = dot_in_float(dout, V + j * HS, HS);
         add_scaled_float(o, p[j], V + j * HS, HS);
     }
     for (int64_t d = 0; d < HS; d++) D += dout[d] * round_to(o[d], dtype); /* O as backward gets it, which is rounded */
-    for (int64_t j = 0; j <= i; j++) ds[j] = round_to(scale * p[j] * (ds[j] - D), dtype);
+    for (int64_t j = 0; j <= i; j++) ds[j] = round_factor(scale * p[j] * (ds[j] - D), &problem->shape);
     for (int64_t j = 0; j <= i; j++) {
         add_scaled_float(problem->plain[QUANTITY_DQ] + base + i * HS, ds[j], K + j * HS, HS);
         add_scaled_float(problem->plain[QUANTITY_DK] + base + j * HS, ds[j], q, HS);
@@ -296,6 +308,19 @@ static inline Problem problem_create(AttentionShape shape, InputKind kind, uint6
     Problem problem = problem_open(shape, kind, seed);
     problem_solve(&problem);
     return problem;
+}
+
+/* Makes the inputs of a solved problem that are exact in TF32 such as round to them: the truth stays. */
+static inline void problem_blur(Problem *problem, uint64_t seed)
+{
+    int64_t count = problem->shape.B * problem->shape.NH * problem->shape.T * problem->shape.HS;
+    for (int part = 0; part < INPUT_COUNT; part++)
+        for (int64_t k = 0; k < count; k++) {
+            uint32_t bits;
+            memcpy(&bits, &problem->input[part][k], 4);
+            if (problem->input[part][k] != 0) bits += (uint32_t)(random_u64(&seed) >> 51) - 0x1000u; /* -2^12 to 2^12 - 1 */
+            memcpy(&problem->input[part][k], &bits, 4);
+        }
 }
 
 #define SAMPLED_ROWS 24

@@ -1,4 +1,4 @@
-/* bounds.h - how large an error may be: the one table, by type and quantity, for every attention kernel on every device.
+/* bounds.h - how large an error may be: the one table, by precision and quantity, for every attention kernel.
  *
  * In each head and each stripe of STRIPE rows, the largest error against the float64 truth may be at most
  *
@@ -22,6 +22,11 @@
  * so where there are many, `squares` standard deviations hold instead. In fp32 the order of the sums errs as well, which
  * the plain computation measures: so there the two are added up, and LSE, fp32 whatever the type, is judged as fp32 is.
  *
+ * Where a shape allows TF32, it is judged as bf16 is, with the unit of TF32: P and dS are rounded to that as factors. But O
+ * and the gradients are fp32, so what r says of their own rounding is left out. The truth is that of Q, K, V and dO that are
+ * exact in TF32: a kernel that is given others rounds them first, to nearest, and is judged as if it had been given what
+ * they round to.
+ *
  * The last line is what errors in the logits and in LSE, which are fp32 in every kernel, do: P_ij = exp(S_ij - LSE_i) moves
  * by P_ij (1 - P_ij) of the one and P_ij of the other.
  */
@@ -42,13 +47,22 @@ typedef struct Bound {
 #define STRIPE 16
 #define FACTOR 2.0
 
-/* 24 and 8 significant bits, to nearest. LSE is fp32 whatever the type. */
-static const double unit_roundoff[DTYPE_COUNT] = {0x1p-24 /* fp32 */, 0x1p-8 /* bf16 */};
+/* What a shape is judged by: its dtype, or this where it is fp32 and allows TF32. */
+enum { PRECISION_TF32 = DTYPE_COUNT, PRECISION_COUNT };
 
-/* In the order of the enums: a line a dtype; O, LSE, dQ, dK, dV. Read by C++ too, which has no array designators. */
-static const Bound bounds[DTYPE_COUNT][QUANTITY_COUNT] = {
+static inline int precision_of(const AttentionShape *shape)
+{
+    return shape->tf32 && shape->dtype == DTYPE_FP32 ? (int)PRECISION_TF32 : (int)shape->dtype;
+}
+
+/* 24, 8 and 11 significant bits, to nearest. LSE is fp32 whatever the type. */
+static const double unit_roundoff[PRECISION_COUNT] = {0x1p-24 /* fp32 */, 0x1p-8 /* bf16 */, 0x1p-11 /* TF32 */};
+
+/* In the order of the enums: a line a precision; O, LSE, dQ, dK, dV. Read by C++ too, which has no array designators. */
+static const Bound bounds[PRECISION_COUNT][QUANTITY_COUNT] = {
     {{4, 0, 2}, {4, 0, 2}, {4, 0, 2}, {4, 0, 2}, {4, 0, 2}}, /* fp32 */
     {{1, 2, 1}, {4, 0, 2}, {1, 2, 1}, {1, 2, 1}, {1, 2, 1}}, /* bf16 */
+    {{1, 2, 2}, {4, 0, 2}, {1, 2, 2}, {1, 2, 2}, {1, 2, 2}}, /* TF32 */
 };
 
 /* Logits of a whole model beside those of another program, by the largest of them: fp32 in another order of sums. */

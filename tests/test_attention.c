@@ -19,10 +19,12 @@ static void omp_set_num_threads(int n) { (void)n; }
 static int omp_get_max_threads(void) { return 1; }
 #endif
 
+static int allows_tf32; /* what shapes say, while kernels are tested that need it */
+
 static AttentionShape shape_of(int64_t B, int64_t NH, int64_t T, int64_t HS, Dtype dtype)
 {
     return (AttentionShape){.B = B, .T = T, .NH = NH, .HS = HS, .scale = attention_scale(HS), .dtype = dtype,
-                            .deterministic = 1};
+                            .deterministic = 1, .tf32 = allows_tf32};
 }
 
 static const char *const dtype_names[DTYPE_COUNT] = {"fp32", "bf16"};
@@ -55,18 +57,22 @@ static int rejects(const AttentionKernel *kernel, Dtype dtype, Judgement *judgem
     return 0;
 }
 
-static void test_faults(Dtype dtype)
+static void test_faults(int precision)
 {
+    static const char *const names[PRECISION_COUNT] = {"fp32", "bf16", "TF32"};
+    Dtype dtype = precision == PRECISION_TF32 ? DTYPE_FP32 : (Dtype)precision;
+    allows_tf32 = precision == PRECISION_TF32;
     for (int fault = 0; fault < FAULT_COUNT; fault++) {
         Judgement judgement = {""};
         char size[32] = "";
-        if (fault_sizes[dtype][fault] > 0) snprintf(size, sizeof size, ", by %g", fault_sizes[dtype][fault]);
-        TEST("the checker %s: %s, %s%s", fault == FAULT_NONE ? "passes" : "rejects", dtype_names[dtype], fault_names[fault],
+        if (fault_sizes[precision][fault] > 0) snprintf(size, sizeof size, ", by %g", fault_sizes[precision][fault]);
+        TEST("the checker %s: %s, %s%s", fault == FAULT_NONE ? "passes" : "rejects", names[precision], fault_names[fault],
              size);
         int rejected = rejects(&fault_kernels[fault], dtype, &judgement);
         CHECK(rejected == (fault != FAULT_NONE), "rejected: %d (%s)", rejected, judgement.text);
         if (getenv("VERBOSE") && rejected) printf("   as it should: %s\n", judgement.text);
     }
+    allows_tf32 = 0;
     memset(judge_worst, 0, sizeof judge_worst);
 }
 
@@ -730,14 +736,17 @@ static void add_object(Subject *subjects, size_t *count, const char *path, const
         subjects[(*count)++] = (Subject){.kernel = kernel, .machine = machine};
 }
 
-/* The kernels of the table, then the objects that `make kernels` has built. */
-static size_t collect_subjects(Subject *subjects, const Machine *gpu_machine)
+/* The kernels of the table, then the objects that `make kernels` has built; what needs TF32 becomes `rounding` instead. */
+static size_t collect_subjects(Subject *subjects, Subject *rounding, const Machine *gpu_machine)
 {
     size_t count, used = 0;
+    AttentionShape small = shape_of(1, 1, 16, 8, DTYPE_FP32);
     const AttentionKernel *const *table = attention_table(&count);
     for (size_t k = 0; k < count && used < MAX_KERNELS; k++) {
         const Machine *machine = table[k]->device == ATTENTION_CPU ? &cpu_machine : gpu_machine;
-        if (machine) subjects[used++] = (Subject){.kernel = table[k], .machine = machine};
+        if (!machine) continue;
+        Subject *to = needs_tf32(table[k], &small, machine->sm) ? rounding : &subjects[used++];
+        *to = (Subject){.kernel = table[k], .machine = machine};
     }
     const char *build = getenv("BUILD");
     char pattern[512];
@@ -770,6 +779,33 @@ static void test_subject(Subject *subject, Dtype dtype)
     if (dtype != DTYPE_FP32) return;
     test_empty(subject);
     test_refusals(subject);
+}
+
+/* Inputs that are not exact in TF32: a kernel rounds them as the truth's are. */
+static void test_blurred(Subject *subject)
+{
+    TEST("%s: rounds factors to nearest", subject->kernel->name);
+    Problem problem = problem_create(shape_of(2, 3, 130, 64, DTYPE_FP32), INPUT_NORMAL, 59);
+    problem_blur(&problem, 61);
+    check_layouts(subject, &problem, "not exact in TF32");
+    problem_free(&problem);
+}
+
+/* A kernel that needs TF32: some shapes, and what else single kernels are tried with. */
+static void test_tf32(Subject *subject)
+{
+    static const struct { int64_t T, HS; } cases[] = {
+        {1, 8}, {1, 64}, {2, 40}, {17, 64}, {17, 256}, {100, 3}, {130, 128}, {130, 40}, {300, 256}, {300, 64}, {1025, 96},
+    };
+    test_blurred(subject);
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        TEST("%s: T %lld, HS %lld", subject->kernel->name, (long long)cases[k].T, (long long)cases[k].HS);
+        Problem problem = problem_create(shape_of(2, 3, cases[k].T, cases[k].HS, DTYPE_FP32), INPUT_NORMAL, 67 + k);
+        check_layouts(subject, &problem, "normal");
+        problem_free(&problem);
+    }
+    test_subject(subject, DTYPE_FP32);
+    test_long(subject, 1, DTYPE_FP32);
 }
 
 /* How near each kernel came to what is allowed. */
@@ -807,7 +843,7 @@ static void test_kernels(Subject *subjects, size_t count, size_t on_gpu)
     }
     test_choice();
     test_objects();
-    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) test_faults(dtype);
+    for (int precision = 0; precision < PRECISION_COUNT; precision++) test_faults(precision);
     test_roundings();
     test_shapes(subjects, count, DTYPE_FP32);
     for (size_t k = 0; k < count; k++) test_subject(&subjects[k], DTYPE_FP32);
@@ -824,11 +860,11 @@ int main(int argc, char **argv)
         char *again[] = {argv[0], "again", NULL};
         execv("/proc/self/exe", again);
     }
-    static Subject subjects[MAX_KERNELS];
+    static Subject subjects[MAX_KERNELS], rounding;
     Machine machine;
     char error[1024];
     int has_gpu = gpu_open(&machine, error, sizeof error) == 0;
-    size_t count = collect_subjects(subjects, has_gpu ? &machine : NULL), on_gpu = gpu_first(subjects, count);
+    size_t count = collect_subjects(subjects, &rounding, has_gpu ? &machine : NULL), on_gpu = gpu_first(subjects, count);
     if (!on_gpu) {
         TEST("attention kernels on a GPU");
         SKIP("%s", has_gpu ? "there is none, neither in the table nor in build/attention" : error);
@@ -837,6 +873,10 @@ int main(int argc, char **argv)
     if (on_gpu && getenv("FLASHGPT_GPU_ONLY")) count = on_gpu;
     test_kernels(subjects, count, on_gpu);
     print_worst(subjects, count);
+    allows_tf32 = 1;
+    if (rounding.kernel && getenv("FLASHGPT_SANITIZE")) test_sanitized(&rounding, 1);
+    else if (rounding.kernel) test_tf32(&rounding);
+    print_worst(&rounding, rounding.kernel != NULL);
     if (has_gpu) gpu_close();
     return test_end();
 }

@@ -127,7 +127,7 @@ def test_truth():
                     check(abs(got - wanted) < 1e-12 * (1 + wanted), f"{kind} of {name} in row {t}: {got}, not {wanted}")
 
 
-def measure_slowly(Q, K, V, dO, scale):
+def measure_slowly(Q, K, V, dO, scale, rounds_results=True):
     """terms, squares and logits of one head, as tests/attention_truth.h sums them up, row by row."""
     T, dot = len(Q), lambda x, y: sum(a * b for a, b in zip(x, y))
     size, dot_abs, most = abs(scale), lambda x, y: sum(abs(a * b) for a, b in zip(x, y)), lambda x: max(map(abs, x))
@@ -144,7 +144,7 @@ def measure_slowly(Q, K, V, dO, scale):
         dP, dP_abs = [dot(dO[i], V[j]) for j in range(i + 1)], [dot_abs(dO[i], V[j]) for j in range(i + 1)]
         D, D_abs = dot(P, dP), dot(P, dP_abs)
         O = [dot(P, [V[j][d] for j in range(i + 1)]) for d in range(len(V[0]))]
-        of_D = [P[j] * dP[j] for j in range(i + 1)] + [dO[i][d] * O[d] for d in range(len(O))]
+        of_D = [P[j] * dP[j] for j in range(i + 1)] + [dO[i][d] * O[d] for d in range(len(O)) if rounds_results]
         terms["LSE"][i], logits["LSE"][i] = 1 + abs(lse), s_abs
         for j in range(i + 1):
             p_error, ds = P[j] * ((1 - P[j]) * s_abs + abs(lse)), size * P[j] * (dP[j] - D)
@@ -162,41 +162,45 @@ def measure_slowly(Q, K, V, dO, scale):
     return {"terms": terms, "squares": squares, "logits": logits}
 
 
-def open_truth(dtype="fp32", memory=1 << 30):
+def open_truth(precision="fp32", memory=1 << 30):
     """(tensors, their truth, a right result) of a shape whose last stripe is short."""
-    shape = bench_attention.Shape(2, 2, 41, 8, True, dtype)
+    shape = bench_attention.Shape(2, 2, 41, 8, True, "fp32" if precision == "tf32" else precision)
     tensors = bench_attention.make_tensors(shape, "cpu")
-    truth = bench_attention.Truth(tensors, bench_attention.read_bounds(), memory)
-    plain = bench_attention.solve_plainly(*(x.flatten(0, 1).float() for x in tensors[2:]), tensors.scale, tensors.Q.dtype)
+    truth = bench_attention.Truth(tensors, bench_attention.read_bounds(), memory, precision)
+    rounded = [bench_attention.ROUNDED[precision](x.flatten(0, 1).float()) for x in tensors[2:]]
+    plain = bench_attention.solve_plainly(*rounded, tensors.scale, precision)
     return tensors, truth, {name: x.reshape(2, 2, 41, *(() if name == "LSE" else (8,))) for name, x in plain.items()}
 
 
-def allow_slowly(dtype, name, off, size, terms, squares, logits):
+def allow_slowly(precision, name, off, size, terms, squares, logits):
     """What tests/bounds.h allows from the largest of each in a stripe."""
-    if dtype == "fp32" or name == "LSE":
+    if precision == "fp32" or name == "LSE":
         return 2 * off + 2 ** -24 * 4 * terms + 2 * 2 ** -24 * logits
+    if precision == "tf32":
+        return max(2 * off, 2 ** -11 * min(terms, 2 * math.sqrt(squares))) + 2 * 2 ** -24 * logits
     return max(2 * off, 2 ** -8 * min(terms + size, 2 * math.sqrt(squares + size ** 2))) + 2 ** -24 * logits
 
 
 def test_judgement():
-    for dtype in ("fp32", "bf16"):
-        with test(f"bench_attention.py: what is allowed in {dtype}, stripe by stripe"):
-            tensors, truth, results = open_truth(dtype)
-            measures = measure_slowly(*(x[1, 0].double().tolist() for x in tensors[2:]), tensors.scale).values()
+    for precision in bench_attention.PRECISIONS:
+        with test(f"bench_attention.py: what is allowed in {precision}, stripe by stripe"):
+            tensors, truth, results = open_truth(precision)
+            head = (bench_attention.ROUNDED[precision](x[1, 0].float()).double().tolist() for x in tensors[2:])
+            measures = measure_slowly(*head, tensors.scale, precision != "tf32").values()
             for name in bench_attention.QUANTITIES:
                 for stripe in range(3):
                     rows = slice(16 * stripe, 16 * stripe + 16)
                     right = truth.value[name][2, rows]
                     off = (results[name][1, 0, rows].reshape(right.shape) - right).abs().max().item()
                     size = right.abs().max().item()
-                    wanted = allow_slowly(dtype, name, off, size, *(max(measure[name][rows]) for measure in measures))
+                    wanted = allow_slowly(precision, name, off, size, *(max(measure[name][rows]) for measure in measures))
                     got = truth.allowed[name][2, stripe].item()
                     check(abs(got - wanted) < 1e-9 * wanted, f"{name} stripe {stripe}: {got}, not {wanted}")
-        with test(f"bench_attention.py: the plain computation passes in {dtype}, within half of what is allowed"):
-            _, truth, results = open_truth(dtype)
+        with test(f"bench_attention.py: the plain computation passes in {precision}, within half of what is allowed"):
+            _, truth, results = open_truth(precision)
             worst, sentence = truth.judge(results)
             check(not sentence and 0 < worst <= 0.5, worst, sentence)
-        with test(f"bench_attention.py: planted faults do not pass in {dtype}"):
+        with test(f"bench_attention.py: planted faults do not pass in {precision}"):
             faults = {  # name: quantity, head, row; what becomes of the row
                 "the last row stale": ("O", 3, 40, lambda x: x * 0),
                 "a row of another head": ("dV", 2, 17, lambda x: x.flip(0)),
@@ -216,9 +220,16 @@ def test_judgement():
         for name in bench_attention.QUANTITIES:
             same = torch.allclose(some.value[name], all_of_them.value[name], rtol=1e-12, atol=1e-13)
             check(same and torch.allclose(some.allowed[name], all_of_them.allowed[name], rtol=0.5), name)
+    with test("bench_attention.py: flash_tf32 alone is judged by TF32's bound, of inputs rounded as round_tf32 does"):
+        shape, x = bench_attention.Shape(1, 1, 1, 8, True, "fp32"), 1 + 2 ** -10
+        for kernel, wanted in (("flash_tf32", "tf32"), ("flash_tf32x3", "fp32")):
+            check(bench_attention.precision_of(kernel, shape) == wanted, kernel)
+        found = bench_attention.round_tf32(torch.tensor([x, -1 - 2 ** -11, 1 + 2 ** -11 - 2 ** -23, -0.0])).tolist()
+        check(found == [x, -x, 1, 0], found)
     with test("bench_attention.py: the bounds are those of tests/bounds.h, or it says what is missing there"):
         bounds = bench_attention.read_bounds()
-        check(bounds.stripe == 16 and bounds.factor == 2 and bounds.roundoff == {"fp32": 2 ** -24, "bf16": 2 ** -8}, bounds)
+        units = {"fp32": 2 ** -24, "bf16": 2 ** -8, "tf32": 2 ** -11}
+        check(bounds.stripe == 16 and bounds.factor == 2 and bounds.roundoff == units, bounds)
         with open(path("bounds.h"), "w") as file:
             file.write("#define STRIPE 16\n")
         try:
