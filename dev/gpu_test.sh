@@ -62,6 +62,7 @@ sanitized() {
     else
         faults="$faults; $name: $fault"
         echo "--- $tool over $name"
+        grep -E -A 3 '(Error|Warning): ' "$log" | head -n 40 # the first of what was found
         tail -n 40 "$log"
     fi
     rm -f "$log"
