@@ -1020,6 +1020,73 @@ __device__ __forceinline__ bool stats_large(SharedAddress stats)
     return __any_sync(FULL_WARP, large);
 }
 
+/* For the keys of a warp and PART queries, rows part .. of a tile of BM, of which none before `first` sees any of the keys:
+ * sums (keys, PART) += X (keys, HSP) Y^T. All STEPS at once, but where masks need registers: matrix loads of one step run
+ * under the products of the one before. */
+template <int HSP, bool MASKED, int STEPS, int MT, int PART8>
+__device__ __forceinline__ void scores_product(float (&sums)[MT][PART8][4], SharedAddress X, SharedAddress Y, Lane lane,
+                                               int part, int first)
+{
+    const Walk<HSP> walk_X = walk_down<HSP>(X, lane), walk_Y = walk_right<HSP>(Y, lane);
+#pragma unroll(MASKED ? 2 : STEPS)
+    for (int k = 0; k < HSP / 16; k++) {
+        uint32_t a[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_X.at(m * 16, k));
+#pragma unroll
+        for (int n = 0; n < PART8 / 2; n++) {
+            uint32_t b[4];
+            if (MASKED && PART8 > 2 && n * 16 + 15 < first) continue;
+            ldmatrix_x4(b, walk_Y.at(part + n * 16, k));
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                mma_bf16(sums[m][2 * n], a[m], b[0], b[1]);
+                mma_bf16(sums[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* P from the logits, 0 where a query does not see the key and from row `left` on, where there are no queries. */
+template <int BM, bool MASKED, int MT, int PART8>
+__device__ __forceinline__ void scores_exponentials(float (&P)[MT][PART8][4], SharedAddress stats, Lane lane, int part,
+                                                    int first, int left, float scale_log2)
+{
+#pragma unroll
+    for (int n = 0; n < PART8; n++) {
+        float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
+        float2 low = MASKED ? load_64(stats + (2 * BM + part + n * 8 + 2 * lane.q) * 4) : make_float2(0, 0);
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                P[m][n][e] = fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x);
+                P[m][n][e] = exp2_fast(MASKED ? P[m][n][e] - (e % 2 ? low.y : low.x) : P[m][n][e]);
+                int row = n * 8 + 2 * lane.q + e % 2;
+                if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) P[m][n][e] = 0;
+            }
+    }
+}
+
+/* dS = P (dP - D), where dS holds dP. */
+template <int BM, bool MASKED, int MT, int PART8>
+__device__ __forceinline__ void scores_gradients(float (&dS)[MT][PART8][4], const float (&P)[MT][PART8][4],
+                                                 SharedAddress stats, Lane lane, int part, int first, int left)
+{
+#pragma unroll
+    for (int n = 0; n < PART8; n++) {
+        float2 D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - (e % 2 ? D.y : D.x));
+                int row = n * 8 + 2 * lane.q + e % 2;
+                if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) dS[m][n][e] = 0;
+            }
+    }
+}
+
 /* sums (keys of the warp, slice of the columns) += X (keys, PART queries) Y, rows part .. of the tile. */
 template <int HSP, bool MASKED, int MT, int PART8, int SLICE8>
 __device__ __forceinline__ void add_product(float (&sums)[MT][SLICE8][4], const float (&X)[MT][PART8][4],
@@ -1061,73 +1128,11 @@ __device__ __forceinline__ void keys_tile(KeysState<HSP> &state, SharedAddress K
         set_zero(dS);
         int first = mine - query - part; /* queries of the part before this see no key of the warp */
         if (!MASKED || first < PART) {
-const Walk<HSP> walk_K = walk_down<HSP>(K, lane), walk_Q = walk_right<HSP>(Q, lane);
-#pragma unroll(MASKED ? 2 : Shape::STEPS)
-            for (int k = 0; k < HSP / 16; k++) {
-                uint32_t a[MT][4];
-#pragma unroll
-                for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_K.at(m * 16, k));
-#pragma unroll
-                for (int n = 0; n < PART / 16; n++) {
-                    uint32_t b[4];
-                    if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
-                    ldmatrix_x4(b, walk_Q.at(part + n * 16, k));
-#pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        mma_bf16(P[m][2 * n], a[m], b[0], b[1]);
-                        mma_bf16(P[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < PART / 8; n++) {
-                float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
-                float2 low = MASKED ? load_64(stats + (2 * BM + part + n * 8 + 2 * lane.q) * 4) : make_float2(0, 0);
-#pragma unroll
-                for (int m = 0; m < MT; m++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        P[m][n][e] = fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x);
-                        P[m][n][e] = exp2_fast(MASKED ? P[m][n][e] - (e % 2 ? low.y : low.x) : P[m][n][e]);
-                        if (MASKED) {
-                            int row = n * 8 + 2 * lane.q + e % 2;
-                            if (row < first + m * 16 + lane.g + e / 2 * 8 || query + part + row >= T) P[m][n][e] = 0;
-                        }
-                    }
-            }
+            scores_product<HSP, MASKED, Shape::STEPS>(P, K, Q, lane, part, first);
+            scores_exponentials<BM, MASKED>(P, stats, lane, part, first, T - query - part, scale_log2);
             add_product<HSP, MASKED>(state.dV, P, dO, lane, part, first, slice);
-            const Walk<HSP> walk_V = walk_down<HSP>(V, lane), walk_dO = walk_right<HSP>(dO, lane);
-#pragma unroll(MASKED ? 2 : Shape::STEPS)
-            for (int k = 0; k < HSP / 16; k++) {
-                uint32_t a[MT][4];
-#pragma unroll
-                for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], walk_V.at(m * 16, k));
-#pragma unroll
-                for (int n = 0; n < PART / 16; n++) {
-                    uint32_t b[4];
-                    if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
-                    ldmatrix_x4(b, walk_dO.at(part + n * 16, k));
-#pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        mma_bf16(dS[m][2 * n], a[m], b[0], b[1]);
-                        mma_bf16(dS[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < PART / 8; n++) {
-                float2 D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
-#pragma unroll
-                for (int m = 0; m < MT; m++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - (e % 2 ? D.y : D.x));
-                        if (MASKED) {
-                            int row = n * 8 + 2 * lane.q + e % 2;
-                            if (row < first + m * 16 + lane.g + e / 2 * 8 || query + part + row >= T) dS[m][n][e] = 0;
-                        }
-                    }
-            }
+            scores_product<HSP, MASKED, Shape::STEPS>(dS, V, dO, lane, part, first);
+            scores_gradients<BM, MASKED>(dS, P, stats, lane, part, first, T - query - part);
             add_product<HSP, MASKED>(state.dK, dS, Q, lane, part, first, slice);
         }
     }
@@ -1288,54 +1293,6 @@ __device__ __forceinline__ float *sums_at(float *sums, uint32_t head, int tiles,
     return sums + ((((int64_t)head * tiles + tile) * Shape::WARPS + warp) * Shape::FRAGMENTS * 32 + threadIdx.x % 32) * 4;
 }
 
-/* P of PART queries, from `part` on, for the warp's 32 keys, from their logits. As in keys_tile. */
-template <int HSP, bool MASKED, int PART>
-__device__ __forceinline__ void fused_exponentials(float (&P)[2][PART / 8][4], SharedAddress stats, Lane lane, int first,
-                                                   int left, int part, float scale_log2)
-{
-    const int BM = FusedShape<HSP>::BM;
-#pragma unroll
-    for (int n = 0; n < PART / 8; n++) {
-        float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
-        float2 low = MASKED ? load_64(stats + (2 * BM + part + n * 8 + 2 * lane.q) * 4) : make_float2(0, 0);
-#pragma unroll
-        for (int m = 0; m < 2; m++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                P[m][n][e] = fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x);
-                P[m][n][e] = exp2_fast(MASKED ? P[m][n][e] - (e % 2 ? low.y : low.x) : P[m][n][e]);
-                int row = n * 8 + 2 * lane.q + e % 2;
-                if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) P[m][n][e] = 0;
-            }
-    }
-}
-
-/* Sums (32 keys, PART queries) += X (keys, HSP) Y^T, rows part .. of Y. All steps at once, but where masks need registers:
- * matrix loads of one step run under the products of the one before. */
-template <int HSP, bool MASKED, int PART>
-__device__ __forceinline__ void fused_product(float (&sums)[2][PART / 8][4], SharedAddress X, SharedAddress Y, Lane lane,
-                                              int first, int part)
-{
-    const Walk<HSP> walk_X = walk_down<HSP>(X, lane), walk_Y = walk_right<HSP>(Y, lane);
-#pragma unroll(MASKED ? 2 : FusedShape<HSP>::STEPS)
-    for (int k = 0; k < HSP / 16; k++) {
-        uint32_t a[2][4];
-#pragma unroll
-        for (int m = 0; m < 2; m++) ldmatrix_x4(a[m], walk_X.at(m * 16, k));
-#pragma unroll
-        for (int n = 0; n < PART / 16; n++) {
-            uint32_t b[4];
-            if (MASKED && PART > 16 && n * 16 + 15 < first) continue;
-            ldmatrix_x4(b, walk_Y.at(part + n * 16, k));
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                mma_bf16(sums[m][2 * n], a[m], b[0], b[1]);
-                mma_bf16(sums[m][2 * n + 1], a[m], b[2], b[3]);
-            }
-        }
-    }
-}
-
 /* P and dS of PART queries, from `part` on, for the warp's 32 keys. Where registers allow, the exponentials come before the
  * second product, under whose matrix loads they can run. */
 template <int HSP, bool MASKED, int PART>
@@ -1343,24 +1300,13 @@ __device__ __forceinline__ void fused_scores(float (&P)[2][PART / 8][4], float (
                                              SharedAddress V, SharedAddress Q, SharedAddress dO, SharedAddress stats,
                                              Lane lane, int first, int left, int part, float scale_log2)
 {
-    const int BM = FusedShape<HSP>::BM;
-    const bool EARLY = FusedShape<HSP>::OVERLAPS;
-    fused_product<HSP, MASKED, PART>(P, K, Q, lane, first, part);
-    if (EARLY) fused_exponentials<HSP, MASKED, PART>(P, stats, lane, first, left, part, scale_log2);
-    fused_product<HSP, MASKED, PART>(dS, V, dO, lane, first, part);
-    if (!EARLY) fused_exponentials<HSP, MASKED, PART>(P, stats, lane, first, left, part, scale_log2);
-#pragma unroll
-    for (int n = 0; n < PART / 8; n++) {
-        float2 D = load_64(stats + (BM + part + n * 8 + 2 * lane.q) * 4);
-#pragma unroll
-        for (int m = 0; m < 2; m++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                dS[m][n][e] = P[m][n][e] * (dS[m][n][e] - (e % 2 ? D.y : D.x));
-                int row = n * 8 + 2 * lane.q + e % 2;
-                if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) dS[m][n][e] = 0;
-            }
-    }
+    typedef FusedShape<HSP> Shape;
+    const bool EARLY = Shape::OVERLAPS;
+    scores_product<HSP, MASKED, Shape::STEPS>(P, K, Q, lane, part, first);
+    if (EARLY) scores_exponentials<Shape::BM, MASKED>(P, stats, lane, part, first, left, scale_log2);
+    scores_product<HSP, MASKED, Shape::STEPS>(dS, V, dO, lane, part, first);
+    if (!EARLY) scores_exponentials<Shape::BM, MASKED>(P, stats, lane, part, first, left, scale_log2);
+    scores_gradients<Shape::BM, MASKED>(dS, P, stats, lane, part, first, left);
 }
 
 /* As add_product for the half of the tile's queries that the warp has not scored, the first half for slice 1: there X^T
