@@ -85,14 +85,6 @@
 #define TERMS 3
 #endif
 
-/* Which of the tilings for HS 64 below. */
-#ifndef FORWARD_CONFIG
-#define FORWARD_CONFIG 0
-#endif
-#ifndef KEYS_CONFIG
-#define KEYS_CONFIG 0
-#endif
-
 /* Names here are this file's own: other kernels of the program use the same ones. */
 namespace {
 
@@ -123,14 +115,8 @@ struct Tiling {
 
 constexpr Tiling forward_tiling(int HSP)
 {
-    constexpr Tiling tilings64[] = {
-        {2, 4, 32, 2, 2, 2, 4, 0}, /* 0 */
-        {2, 4, 32, 2, 2, 2, 4, 1}, /* 1 */
-        {1, 4, 32, 2, 3, 2, 4, 1}, /* 2 */
-        {1, 4, 64, 2, 2, 2, 4, 1}, /* 3 */
-    };
     return HSP == 32    ? Tiling{2, 4, 32, 2, 2, 2, 2, 1}
-           : HSP == 64  ? tilings64[FORWARD_CONFIG]
+           : HSP == 64  ? Tiling{2, 4, 32, 2, 2, 2, 4, 0}
            : HSP == 96  ? Tiling{1, 4, 32, 2, 2, 4, 4, 0}
            : HSP == 128 ? Tiling{1, 4, 32, 2, 2, 4, 4, 0}
                         : Tiling{1, 2, 16, 2, 2, 4, 2, 0};
@@ -138,14 +124,8 @@ constexpr Tiling forward_tiling(int HSP)
 
 constexpr Tiling keys_tiling(int HSP)
 {
-    constexpr Tiling tilings64[] = {
-        {1, 4, 32, 1, 2, 4, 4, 2}, /* 0 */
-        {1, 4, 32, 2, 2, 4, 4, 1}, /* 1 */
-        {1, 4, 32, 2, 2, 4, 4, 0}, /* 2 */
-        {1, 8, 32, 1, 1, 4, 4, 2}, /* 3 */
-    };
     return HSP == 32    ? Tiling{1, 4, 32, 2, 2, 4, 4, 1}
-           : HSP == 64  ? tilings64[KEYS_CONFIG]
+           : HSP == 64  ? Tiling{1, 4, 32, 1, 2, 4, 4, 2}
            : HSP == 96  ? Tiling{1, 4, 32, 1, 2, 4, 4, 0}
            : HSP == 128 ? Tiling{1, 2, 16, 1, 4, 4, 2, 0}
                         : Tiling{1, 2, 16, 1, 2, 2, 2, 0};
