@@ -37,7 +37,7 @@
  * stages).
  *
  * Shared memory: a tile is rows of HSP elements in chunks of 16 bytes, chunk c of row r at place c ^ r % 8, so that
- * ldmatrix reads eight rows from eight groups of banks. Forward up to 97 KB a block, backward up to 147 KB (163 KB are
+ * ldmatrix reads eight rows from eight groups of banks. Forward up to 97 KB a block, backward up to 162 KB (163 KB are
  * sm_80's most; where a chip has less, the two passes are taken, with up to 97 KB).
  *
  * Global memory: forward reads Q once, K and V once a block that sees them, mostly from the second-level cache: blocks
