@@ -12,6 +12,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 extern const AttentionKernel attention_tiled, attention_reference;
@@ -19,6 +20,9 @@ extern const AttentionKernel attention_tiled, attention_reference;
 extern const AttentionKernel attention_flash_mma, attention_flash_tf32, attention_flash_tf32x3, attention_flash_simt,
     attention_cublas;
 #endif
+
+/* That a kernel may ask for: sums of more could wrap. */
+#define MOST_BYTES ((size_t)1 << 60)
 
 static const AttentionKernel *const kernels[] = {
 #ifdef HAVE_CUDA
@@ -127,8 +131,13 @@ static const AttentionKernel *load_kernel(const char *path, AttentionDevice devi
         snprintf(error, error_size, "attention kernel path of %d bytes is too long, at most %zu", length, sizeof place - 1);
         return NULL;
     }
-    if (access(place, R_OK) != 0) {
+    struct stat file;
+    if (stat(place, &file) != 0 || access(place, R_OK) != 0) {
         snprintf(error, error_size, "cannot read attention kernel %s: %s", path, strerror(errno));
+        return NULL;
+    }
+    if (!S_ISREG(file.st_mode)) { /* opening a FIFO would wait for somebody who writes to it */
+        snprintf(error, error_size, "cannot load attention kernel %s: it is not a regular file", path);
         return NULL;
     }
     void *object = dlopen(place, RTLD_NOW | RTLD_LOCAL);
@@ -197,9 +206,17 @@ const AttentionKernel *attention_choose(const char *choice, AttentionDevice devi
                                             : find_kernel(choice, device, error, error_size);
     if (!kernel) return NULL;
     const char *reason = kernel->refuse(shape, sm);
-    if (!reason) return kernel;
-    snprintf(error, error_size, "attention kernel '%s' cannot run here: %s", kernel->name, reason);
-    return NULL;
+    if (reason) {
+        snprintf(error, error_size, "attention kernel '%s' cannot run here: %s", kernel->name, reason);
+        return NULL;
+    }
+    size_t saved = kernel->saved_bytes(shape), scratch = kernel->scratch_bytes(shape);
+    if (saved > MOST_BYTES || scratch > MOST_BYTES) {
+        snprintf(error, error_size, "attention kernel '%s' asks for %zu bytes of saved and %zu of scratch, expected at most "
+                 "%zu", kernel->name, saved, scratch, MOST_BYTES);
+        return NULL;
+    }
+    return kernel;
 }
 
 void attention_list(AttentionDevice device, const AttentionShape *shape, int sm)

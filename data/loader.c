@@ -123,11 +123,13 @@ static void *loader_run(void *argument)
     return NULL;
 }
 
-/* Starts the thread with every signal blocked, so that Ctrl-C and its like interrupt the caller's thread. */
+/* Starts the thread with every signal blocked, so that Ctrl-C and its like interrupt the caller's thread; but those that its
+ * own faults raise, a shard cut short for one, reach the process's handlers. */
 static int start_thread(Loader *loader, Error *error)
 {
     sigset_t all, before;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS), sigdelset(&all, SIGSEGV), sigdelset(&all, SIGFPE), sigdelset(&all, SIGILL);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int status = pthread_create(&loader->thread, NULL, loader_run, loader);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

@@ -10,6 +10,7 @@
 #include "tests/test.h"
 
 #include <glob.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #ifdef _OPENMP
@@ -436,7 +437,7 @@ static void test_objects(void)
     static const char pieces[] =
         "#include \"attention/attention.h\"\n"
         "static const char *refuse(const AttentionShape *s, int sm) { return (void)sm, s->HS == 99 ? \"hates 99\" : 0; }\n"
-        "static size_t bytes(const AttentionShape *s) { return (void)s, (size_t)0; }\n"
+        "static size_t bytes(const AttentionShape *s) { return s->HS == 98 ? (size_t)-1 : 0; }\n"
         "static const char *forward(AttentionOutput O, float *L, void *s, void *w, AttentionInput Q, AttentionInput K,\n"
         "    AttentionInput V, const AttentionShape *p, void *t)\n"
         "{ return (void)O, (void)L, (void)s, (void)w, (void)Q, (void)K, (void)V, (void)p, (void)t, \"no\"; }\n"
@@ -458,6 +459,7 @@ static void test_objects(void)
         {"no name", "attention_kernel", "ATTENTION_CPU", "0", "backward", "its field 'name' is empty", ATTENTION_ABI},
     };
     AttentionShape shape = shape_of(1, 1, 16, 8, DTYPE_FP32), hated = shape_of(1, 1, 16, 99, DTYPE_FP32);
+    AttentionShape endless = shape_of(1, 1, 16, 98, DTYPE_FP32);
     char folder[] = "/tmp/attention_test_XXXXXX", path[128], body[4096];
     if (!mkdtemp(folder)) {
         TEST("kernels from shared objects");
@@ -474,7 +476,10 @@ static void test_objects(void)
             continue;
         }
         check_choice(path, ATTENTION_CPU, &shape, cases[k].words ? NULL : "outside", cases[k].words);
-        if (!cases[k].words) check_choice(path, ATTENTION_CPU, &hated, NULL, "'outside' cannot run here: hates 99");
+        if (!cases[k].words) {
+            check_choice(path, ATTENTION_CPU, &hated, NULL, "'outside' cannot run here: hates 99");
+            check_choice(path, ATTENTION_CPU, &endless, NULL, "'outside' asks for 18446744073709551615 bytes of saved");
+        }
         unlink(path);
     }
     TEST("files that are no shared object");
@@ -486,6 +491,10 @@ static void test_objects(void)
     if (file) fprintf(file, "not an object\n"), fclose(file);
     check_choice(path, ATTENTION_CPU, &shape, NULL, "cannot load attention kernel");
     unlink(path);
+    snprintf(path, sizeof path, "%s/fifo.so", folder);
+    if (mkfifo(path, 0600) == 0) check_choice(path, ATTENTION_CPU, &shape, NULL, "not a regular file");
+    unlink(path);
+    check_choice("/tmp/", ATTENTION_CPU, &shape, NULL, "not a regular file");
     rmdir(folder);
 }
 

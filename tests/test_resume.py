@@ -124,6 +124,16 @@ def main():
         check(process.returncode == 130 and "stopped at step" in out, process.returncode, err)
         last = max(line["step"] for line in read_log(folder))
         check(os.path.isdir(folder + f"/step_{last:08d}"), last, os.listdir(folder))
+    with test("a shard that is cut short under a run ends it with a sentence"):
+        cut = write_corpus(os.path.join(TMP, "cut"), sizes=(200000,))
+        process = subprocess.Popen([TRAIN, *COMMON, "--data", cut, "--steps", "100000", "--print-every", "1",
+                                    "--eval-every", "0", "--save-every", "0"],
+                                   cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while "step     30/" not in process.stdout.readline():
+            pass
+        os.truncate(os.path.join(cut, "train_0.bin"), 5000)
+        _, err = process.communicate()
+        check(process.returncode == 1 and "became shorter" in err, process.returncode, err)
     with test("a finished run resumed does nothing; with more steps it goes on"):
         before = log_values(whole)
         status, out, err = train("--out", whole, "--resume")
