@@ -562,8 +562,7 @@ int main(int argc, char **argv)
         }
         if (status < 0) status = STATUS_MACHINE;
     }
-    if (!status && (command < COMMAND_COUNT || t->options.help || t->options.list_attention))
-        status = process_flush(&t->error);
+    if (!status) status = process_flush(&t->error);
     if (status && status != STATUS_STOPPED) {
         fflush(stdout);
         fprintf(stderr, "train_gpt: %s\n", t->error.text);

@@ -16,7 +16,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from check import check, end, skip, test  # noqa: E402
 from prepare import pack_tokenizer  # noqa: E402
-from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, read_log, train, write_corpus, write_shard,  # noqa: E402
+from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, log_values, read_log, train, write_corpus, write_shard,  # noqa: E402
                           write_tokenizer)
 from vocabulary import Tokenizer  # noqa: E402
 
@@ -252,6 +252,11 @@ def good_use():
         if not os.path.exists("/dev/full"):
             skip("no /dev/full")
         run = os.path.join(TMP, "from_run")
+        with open("/dev/full", "w") as full:  # a run goes on without its terminal, and says so in the end
+            done = subprocess.run([TRAIN, *map(str, SMALL), "--out", os.path.join(TMP, "unseen")], cwd=ROOT, stdout=full,
+                                  stderr=subprocess.PIPE, text=True)
+        check(done.returncode == 1 and done.stderr.startswith("train_gpt: standard output c"), done.returncode, done.stderr)
+        check(log_values(os.path.join(TMP, "unseen")), "no losses in the log")
         for command in (["--help"], [*SMALL, "--list-attention"], ["inspect", DATA], ["evaluate", "--init", run, "--val",
                         os.path.join(DATA, "val_*.bin")], ["generate", "--help"]):
             with open("/dev/full", "w") as full:
