@@ -16,8 +16,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from check import check, end, skip, test  # noqa: E402
 from prepare import pack_tokenizer  # noqa: E402
-from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, log_values, read_log, train, write_corpus, write_shard,  # noqa: E402
-                          write_tokenizer)
+from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, log_values, read_log, train, write_corpus,  # noqa: E402
+                          write_shard, write_tokenizer)
 from vocabulary import Tokenizer  # noqa: E402
 
 TMP = tempfile.mkdtemp(prefix="flashgpt-cli-")
