@@ -428,8 +428,9 @@ static void add_object(Bench *bench, const char *path, int named)
     }
     if (!kernel && !named && strstr(error, "this run is on")) return;
     if (!kernel) {
-        fprintf(stderr, "%s\n", error);
-        exit(2);
+        fprintf(stderr, "%s%s\n", error, named ? "" : " (left out)");
+        if (named) exit(2);
+        return;
     }
     if (bench->kernel_count < MAX_KERNELS) bench->kernels[bench->kernel_count++] = kernel;
 }
