@@ -27,8 +27,12 @@ import subprocess
 import sys
 import tempfile
 
-import bench
-import bench_attention
+try:
+    import torch
+except ImportError as missing:
+    sys.exit(f"dev/attention_counters.py needs PyTorch: {missing}")
+import bench  # noqa: E402
+import bench_attention  # noqa: E402
 
 # Column, metric, factor.
 METRICS = (
@@ -50,7 +54,6 @@ MARK = "spin_kernel"  # of torch.cuda._sleep: stands between the launches of one
 def run_operators(options):
     """Under ncu: each operator's forward and backward, once to warm up and once with the counters on, behind a mark. Writes
     which calls these were, in their order, to the file of --child."""
-    import torch
     calls = []
     for shape in options.shapes:
         tensors = bench_attention.make_tensors(shape, "cuda")
@@ -159,13 +162,13 @@ def main(arguments):
               f"{row['tensor']:>5}%  exp {row['exp']:>5}%  shared {row['shared']:>5}%  issue {row['issue']:>5}%  warps "
               f"{row['warps']:>5}%")
     out = options.out or bench.results_path(bench.machine_name("cuda"), "attention_counters.csv")
-    with open(out, "w", newline="") as file:
-        file.write(bench.header(bench.machine_words("cuda"), "what limits attention: counters of ncu, by launch, % of the "
-                                "peak while active; conflicts: % of the wavefronts"))
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"wrote {out}")
+    head = bench.header(bench.machine_words("cuda"), "what limits attention: counters of ncu, by launch, % of the peak "
+                        "while active; conflicts: % of the wavefronts")
+    try:
+        bench_attention.write_csv(out, head, COLUMNS, rows)
+    except bench_attention.Fault as fault:
+        print(f"attention_counters.py: {fault}", file=sys.stderr)
+        return 1
     return 0
 
 

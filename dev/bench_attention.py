@@ -22,7 +22,8 @@ turns. Operations as the papers count them: forward 4*B*NH*T*T*HS/2 for the caus
 is how many times faster a kernel is than flash: forward / backward / both.
 
 The table goes to stdout, and to --out; a run of all shapes and kernels also to dev/results/<gpu>/attention_torch.csv.
-Exit status: 0, 1 where a kernel of ours is wrong or failed, 2 for wrong arguments. Environment: LIBATTENTION, as above.
+Exit status: 0, 1 where a kernel of ours is wrong or failed or --out cannot be written, 2 for wrong arguments. Environment:
+LIBATTENTION, as above.
 """
 import argparse
 import collections
@@ -481,6 +482,19 @@ def print_rows(rows, device):
               (f"  {row['note']}" if row["note"] else ""), flush=True)
 
 
+def write_csv(path, head, columns, rows):
+    """The CSV of a bench, `head` its first line."""
+    try:
+        with open(path, "w", newline="") as file:
+            file.write(head)
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise Fault(f"{path}: cannot be written: {error.strerror}") from None
+    print(f"wrote {path}")
+
+
 # --- options ------------------------------------------------------------------------------------------------------------
 
 def parse_shape(text):
@@ -556,13 +570,13 @@ def main(arguments):
         print(f"bench_attention.py: {first_line(fault)}", file=sys.stderr)
         return 1
     if options.out:
-        with open(options.out, "w", newline="") as file:
-            file.write(bench.header(words, "attention beside PyTorch's: medians, x_NAME: times faster than that one" +
-                                    (", deterministic" if options.deterministic else "")))
-            writer = csv.DictWriter(file, columns_of(options.device))
-            writer.writeheader()
-            writer.writerows(rows)
-        print(f"wrote {options.out}")
+        head = bench.header(words, "attention beside PyTorch's: medians, x_NAME: times faster than that one" +
+                            (", deterministic" if options.deterministic else ""))
+        try:
+            write_csv(options.out, head, columns_of(options.device), rows)
+        except Fault as fault:
+            print(f"bench_attention.py: {fault}", file=sys.stderr)
+            return 1
     return 1 if faults else 0
 
 

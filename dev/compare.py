@@ -7,8 +7,9 @@ A RUN is a folder with log.jsonl, or such a file, of train_gpt or dev/reference.
 loss, val_loss and grad_norm it prints how many steps both have, the largest absolute difference (and at which step), and
 the mean. --png draws the curves of --key and the differences below them, where matplotlib is installed. --html writes the
 page that the trainer writes of a run (trainer/report.html) with all the runs laid over each other, options that differ
-marked. Exits 1 when a difference in --key is above --max-difference, or two runs have no step of it in common; 2 when an
-input cannot be read. A last line that a killed run did not finish is left out.
+marked. A FILE that is there is written over only where its name ends in .png or .html. Exits 1 when a difference in --key is
+above --max-difference, or two runs have no step of it in common; 2 when an input cannot be read or a FILE not written. A
+last line that a killed run did not finish is left out.
 
 The standard library alone computes the numbers.
 """
@@ -75,6 +76,18 @@ def open_regular(path, errors="strict"):
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise Fault(f"{path}: is not a regular file")
     return open(path, encoding="utf-8", errors=errors)
+
+
+def check_target(path, ending, runs):
+    """Refuses to write over anything but an earlier picture or page: a log, for one."""
+    try:
+        status = os.stat(path)
+    except OSError:  # not there; or else writing it says why not
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise Fault(f"{path}: is not a regular file")
+    if not os.path.realpath(path).endswith(ending) or any(os.path.samefile(path, run.path) for run in runs):
+        raise Fault(f"{path}: is there already, and no {ending} file of an earlier comparison: not written over")
 
 
 def is_number(value, finite=True):
@@ -308,16 +321,30 @@ def write_page(runs, path):
     print(f"wrote {path}")
 
 
+def parse_limit(text):
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise argparse.ArgumentTypeError(f"got '{text}', expected a number of 0 or more")
+    return limit
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or its log.jsonl")
     parser.add_argument("--png", metavar="FILE", help="draw the curves and differences")
     parser.add_argument("--html", metavar="FILE", help="write a page with the runs laid over each other")
-    parser.add_argument("--max-difference", type=float, metavar="X", help="exit 1 where --key differs by more at any step")
+    parser.add_argument("--max-difference", type=parse_limit, metavar="X",
+                        help="exit 1 where --key differs by more at any step")
     parser.add_argument("--key", default="loss", metavar="KEY", help="what --png and --max-difference look at (loss)")
     options = parser.parse_args(arguments)
     try:
         runs = [Run(path) for path in options.runs]
+        for path, ending in ((options.png, ".png"), (options.html, ".html")):
+            if path:
+                check_target(path, ending, runs)
         name_runs(runs)
         if options.key not in runs[0].series:
             raise Fault(f"{runs[0].path}: has no {options.key}, only {', '.join(sorted(runs[0].series))}")

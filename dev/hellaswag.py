@@ -11,9 +11,11 @@ tokens are those of a blank and the ending. A --tokenizer is one that data/prepa
 questions of random tokens, for tests. The format is llm.c's (data/hellaswag.h); a file made by llm.c is read as well.
 """
 import argparse
+import contextlib
 import json
 import os
 import random
+import stat
 import struct
 import sys
 
@@ -100,13 +102,24 @@ def make_questions(count, vocab, longest, seed):
         yield context, endings, generator.randrange(4)
 
 
+def check_target(path):
+    """Refuses what a file would take the place of: a device, a FIFO, a directory."""
+    with contextlib.suppress(OSError):  # what is not there is made, or else writing it says why not
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise Fault(f"{path}: is no regular file, and not written over")
+
+
 def write_file(path, data):
-    """Writes under a temporary name first, so that a file is complete or not there."""
+    """Writes under a temporary name first, so that a file is complete or not there. A link stays one to what is written."""
+    target = os.path.realpath(path)
+    temporary = target + ".tmp"
     try:
-        with open(path + ".tmp", "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(data)
-        os.replace(path + ".tmp", path)
+        os.replace(temporary, target)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
         raise Fault(f"{path}: cannot be written: {error.strerror}") from None
 
 
@@ -138,6 +151,7 @@ def parse_arguments(argv):
 def main(argv):
     args = parse_arguments(argv)
     try:
+        check_target(args.out)
         if args.jsonl:
             examples = read_questions(args.jsonl, encoder(open_tokenizer(args.tokenizer)), args.limit)
         else:

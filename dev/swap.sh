@@ -6,9 +6,10 @@
 # A KERNEL is a name of the table (./train_gpt --list-attention), the path of a .so, or the name of a variant in
 # dev/attention, .c or .cu, which is built first. Kernels for the GPU need a train_gpt that was built for it; kernels for the
 # CPU then need --device cpu among the options, so the two kinds do not mix in one comparison. All runs share seed and
-# options; without --data or --train among them the corpus is a small one made here. Options given after -- come last and win
-# over these: 4 layers, 4 heads, 128 wide, T 64, batch 12, 100 steps, 10 of them warmup (with --steps and no --warmup: as the
-# trainer would have it). The first kernel is the one that the others are compared with.
+# options; without --data or --train among them the corpus is a small one made here. Options given after -- win over these:
+# 4 layers, 4 heads, 128 wide, T 64, batch 12, 100 steps, 10 of them warmup (with --steps and no --warmup: as the trainer
+# would have it). --attention and --out are refused there: the kernels are the arguments before --, the folder is SWAP_OUT.
+# The first kernel is the one that the others are compared with.
 #
 # Writes SWAP_OUT (default runs/swap-DATE-TIME): one run directory a kernel, and curves.png where matplotlib is installed.
 # Exit status: 0 done, 1 a run or the comparison failed, 2 wrong arguments.
@@ -29,6 +30,12 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ -n "$kernels" ] || fail "no kernel named; sh dev/swap.sh reference tiled, for example" 2
+for option in "$@"; do
+    case $option in
+        --attention | --attention=*) fail "$option after '--': the kernels are the arguments before it" 2 ;;
+        --out | --out=*) fail "$option after '--': SWAP_OUT names the folder, the kernels the runs in it" 2 ;;
+    esac
+done
 
 train=${TRAIN:-train_gpt}
 case $train in */*) ;; *) train=./$train ;; esac

@@ -239,6 +239,8 @@ def test_judgement():
             check("0 bounds" in str(fault), fault)
 
 
+BAD_TARGETS = [(path("no", "such.csv"), "No such file or directory"),
+               *([("/dev/full", "No space left on device")] if os.path.exists("/dev/full") else [])]
 SMALL = ("--device", "cpu", "--shape", "2,2,37,16,packed", "--shape", "1,3,20,8", "--repeats", "2")
 
 
@@ -278,6 +280,11 @@ def test_attention_runs():
                 continue
             status, output = call(bench_attention.main, ["--device", "cpu", *arguments])
             check(status == 2 and words in output.splitlines()[-1], arguments, status, output)
+    with test("bench_attention.py: a CSV that cannot be written is one sentence behind the table"):
+        for out, words in BAD_TARGETS:
+            status, output = call(bench_attention.main, [*SMALL, "--kernels", "tiled", "--no-verify", "--out", out])
+            sentence = f"\nbench_attention.py: {out}: cannot be written: {words}\n"
+            check(status == 1 and output.endswith(sentence), status, output)
 
 
 def test_peers():
@@ -496,6 +503,33 @@ def test_counters():
                 check(False, f"taken: {text}")
             except bench_attention.Fault as fault:
                 check(str(fault).startswith("ncu "), fault)
+    with test("attention_counters.py: a CSV that cannot be written is one sentence"):
+        write_script("ncu", f"""#!{sys.executable}
+import sys
+open(sys.argv[-1], "w").write({json.dumps(calls)!r})
+print({chr(10).join([head, head, mark, line("first"), mark, line("second")])!r})
+""")
+        before = os.environ["PATH"]
+        os.environ["PATH"] = path("bin") + os.pathsep + before
+        try:
+            for out, words in BAD_TARGETS:
+                status, output = call(attention_counters.main, ["--out", out])
+                sentence = f"\nattention_counters.py: {out}: cannot be written: {words}\n"
+                check(status == 1 and output.endswith(sentence), status, output)
+        finally:
+            os.environ["PATH"] = before
+            os.remove(path("bin", "ncu"))
+
+
+def test_without_torch():
+    os.makedirs(path("block"))
+    with open(path("block", "torch.py"), "w") as file:
+        file.write("raise ImportError('blocked')\n")
+    for name in ("bench_attention.py", "attention_counters.py"):
+        with test(f"{name}: without PyTorch it says so, by its own name"):
+            done = subprocess.run([sys.executable, os.path.join(ROOT, "dev", name)], capture_output=True, text=True,
+                                  env={**os.environ, "PYTHONPATH": path("block")})
+            check(done.returncode == 1 and done.stderr == f"dev/{name} needs PyTorch: blocked\n", done.stderr)
 
 
 def test_rows():
@@ -625,6 +659,7 @@ def main():
     else:
         with test("bench_attention.py"):
             skip("no Python with PyTorch")
+    test_without_torch()
     write_gpu()
     test_bench()
     test_torch_steps()

@@ -135,9 +135,7 @@ def test_bad_input():
         empty = write_run("empty", {})
         for arguments, words in (((path("nowhere"), a), "No such file"), ((a, empty), "no step"),
                                  ((a, a, "--key", "speed"), "has no speed"),
-                                 ((a, a, "--html", path("no/page.html")), "no/page.html: No such file"),
-                                 *([((a, a, "--html", "/dev/full"), "/dev/full: No space")] if os.path.exists("/dev/full")
-                                   else [])):
+                                 ((a, a, "--html", path("no/page.html")), "no/page.html: No such file")):
             status, _, errors = compare(*arguments)
             check(status == 2 and words in errors and "Traceback" not in errors, status, errors)
 
@@ -161,6 +159,34 @@ def test_no_files():
         check(status == 2 and errors == f"compare.py: {fifo}: is not a regular file\n", status, errors)
         status, _, errors = compare(a, "/dev/null")
         check(status == 2 and errors == "compare.py: /dev/null: is not a regular file\n", status, errors)
+
+
+def test_targets():
+    a = write_run("a", {1: 4.0})
+    log, page = os.path.join(a, "log.jsonl"), path("input.html")
+    with open(log, encoding="utf-8") as file:
+        text = file.read()
+    with open(page, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.symlink(log, path("link.html"))
+    with test("neither a run's log nor an input nor what is no file is written over"):
+        for option, target, words in (("--html", log, "no .html file"), ("--png", log, "no .png file"),
+                                      ("--html", path("link.html"), "no .html file"), ("--html", page, "no .html file"),
+                                      ("--html", a, "not a regular file"), ("--png", "/dev/null", "not a regular file")):
+            status, output, errors = compare(a, page, option, target)
+            check(status == 2 and errors.startswith(f"compare.py: {target}: ") and words in errors, status, errors)
+            check(errors.count("\n") == 1 and not output, output, errors)
+        for name in (log, page):
+            with open(name, encoding="utf-8") as file:
+                check(file.read() == text, name, "is another")
+    with test("a page is written over an earlier one"):
+        for _ in range(2):
+            status, output, errors = compare(a, a, "--html", path("again.html"))
+            check(status == 0 and "wrote" in output, status, output, errors)
+    with test("a --max-difference that is no limit is refused"):
+        for limit in ("-1", "nan", "much"):
+            status, output, errors = compare(a, a, "--max-difference", limit)
+            check(status == 2 and f"--max-difference: got '{limit}', expected" in errors and not output, status, errors)
 
 
 def python_with_matplotlib():
@@ -213,5 +239,6 @@ test_limits()
 test_output()
 test_bad_input()
 test_no_files()
+test_targets()
 test_picture()
 end()

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import struct
 import subprocess
@@ -390,6 +391,28 @@ def test_script():
         status, _, err = script("--jsonl", path("none.jsonl"), "--tokenizer", "bytes", "--out", path("bad.bin"))
         check(status == 1 and len(err.strip().split("\n")) == 1, status, err)
         check("none.jsonl" in err and "master/data/hellaswag_val.jsonl" in err, err)
+    with test("dev/hellaswag.py refuses an --out that is no regular file, and leaves it as it is"):
+        os.mkfifo(path("out.fifo"))
+        os.mkdir(path("out.folder"))
+        for name in ("out.fifo", "out.folder"):
+            before = os.stat(path(name))
+            status, _, err = script("--made-up", 3, "--out", path(name))
+            check(status == 1 and err == f"hellaswag.py: {path(name)}: is no regular file, and not written over\n", err)
+            check(os.stat(path(name)).st_ino == before.st_ino, name, "is another")
+    with test("dev/hellaswag.py writes to what a link names"):
+        os.symlink("target.bin", path("link.bin"))
+        for _ in range(2):
+            status, _, err = script("--made-up", 3, "--out", path("link.bin"))
+            check(status == 0 and os.path.islink(path("link.bin")) and os.path.isfile(path("target.bin")), status, err)
+    with test("dev/hellaswag.py leaves nothing of a file that it cannot write"):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            status, _, err = script("--made-up", 30, "--out", path("large.bin"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        check(status == 1 and err == f"hellaswag.py: {path('large.bin')}: cannot be written: File too large\n", status, err)
+        check(not [name for name in os.listdir(TMP) if name.startswith("large.bin")], os.listdir(TMP))
 
 
 def main():

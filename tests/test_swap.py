@@ -44,6 +44,13 @@ def main():
         status, output, errors = swap(out, "tiled", "nowhere", "--", "--steps", "3")
         check(status == 2 and "nowhere" in errors, status, errors)
         check("== tiled" not in output and not os.path.exists(out), "tiled was trained with:", output[-500:])
+    with test("--out and --attention among the options are refused: they are the script's"):
+        out = os.path.join(FOLDER.name, "refused")
+        for option, words in (("--out", "SWAP_OUT"), ("--attention", "the kernels are the arguments")):
+            for given in ([option, "tiled"], [option + "=tiled"]):
+                status, output, errors = swap(out, "tiled", "--", *given)
+                check(status == 2 and option in errors and words in errors and errors.count("\n") == 1, status, errors)
+                check(not output and not os.path.exists(out), output)
     FOLDER.cleanup()
     end()
 
