@@ -114,8 +114,9 @@ def main():
         check(status == 0 and log_values(folder) == first, err, first[:2], log_values(folder)[:2])
     with test("a closing terminal ends the run with a checkpoint"):
         folder = os.path.join(TMP, "hangup")
+        # Where the tests themselves run under nohup, the signal is ignored from birth.
         process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100000", "--print-every", "1",
-                                    "--out", folder],
+                                    "--out", folder], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
                                    cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while "step     30/" not in process.stdout.readline():
             pass
