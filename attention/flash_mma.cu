@@ -30,8 +30,8 @@
  *
  * What limits it, in clocks of an SM: mma.sync does a piece of 4096 operations in about 1.6, and its right factor, 256
  * bytes, takes 2 of shared memory unless it serves two left factors: so a warp owns 32 rows. exp2 is 16 a clock: six
- * tenths of the time of the forward's products at HS 64. Measured on an H200: forward 234 to 408 TFLOP/s, backward 208 to
- * 347, of some 600 that mma.sync could do; no unit is at its limit, and what is lost is latency: registers allow 8 to 12
+ * tenths of the time of the forward's products at HS 64. Measured on an H200: forward 233 to 407 TFLOP/s, backward 210 to
+ * 346, of some 600 that mma.sync could do; no unit is at its limit, and what is lost is latency: registers allow 8 to 12
  * warps an SM (dev/LOG.md). So products are unrolled as far as registers go, without a branch inside: matrix loads of one
  * step run under the products of the one before. Loads of the next tile run behind the work on this one (cp.async, two
  * stages).

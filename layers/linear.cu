@@ -10,7 +10,7 @@
  * Epilogues: BIAS, GELU_AUX_BIAS (which keeps the pre-activation), DGELU (which multiplies by the derivative at it). The weight
  * product accumulates in fp32 with beta 1 into the fp32 gradient. The bias gradient is a column sum of its own: as an epilogue
  * of that product (BGRADB) it would replace what is there, and costs as much or more (H200, GPT-2 124M's layer: 0.10 ms more
- * for the four products at N 16384, where the four sums take 0.11; 0.52 ms more at 65536). In fp32 the products are so long,
+ * for the four products at N 16384, where the four sums take 0.11; 0.42 ms more at 65536). In fp32 the products are so long,
  * and their GELU epilogues so slow, that a pass of its own over the result is faster (H200, dev/results: dGELU 2.00 ms
  * fused, 1.62 and 0.15 apart); in bf16 the fused ones win (0.58 ms against 0.46 and 0.29).
  *

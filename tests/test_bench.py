@@ -175,7 +175,7 @@ def open_truth(precision="fp32", memory=1 << 30):
 def allow_slowly(precision, name, off, size, terms, squares, logits):
     """What tests/bounds.h allows from the largest of each in a stripe."""
     if precision == "fp32" or name == "LSE":
-        return 2 * off + 2 ** -24 * 4 * terms + 2 * 2 ** -24 * logits
+        return 2 * off + 2 ** -24 * (2 if name in ("dQ", "dK") else 4) * terms + 2 * 2 ** -24 * logits
     if precision == "tf32":
         return max(2 * off, 2 ** -11 * min(terms, 2 * math.sqrt(squares))) + 2 * 2 ** -24 * logits
     return max(2 * off, 2 ** -8 * min(terms + size, 2 * math.sqrt(squares + size ** 2))) + 2 ** -24 * logits
