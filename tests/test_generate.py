@@ -14,7 +14,7 @@ import tempfile
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "dev"))
 from check import check, end, skip, test  # noqa: E402
-from trainer_runs import ROOT, TINY, TRAIN, read_log, train, write_corpus, write_tokenizer  # noqa: E402
+from trainer_runs import ROOT, TINY, TRAIN, hear_signals, read_log, train, write_corpus, write_tokenizer  # noqa: E402
 
 FIXTURES = os.path.join(ROOT, "tests", "fixtures", "huggingface")
 SHAPES = {"plain": (12, 61), "sharded": (20, 150), "half": (9, 33)}  # context, vocabulary
@@ -225,7 +225,8 @@ def test_text():
 def test_stream():
     with test("text comes while it is written, whole characters at a time, and Ctrl-C ends it with what there is"):
         process = subprocess.Popen([TRAIN, "generate", "--init", byte_model(), "--tokens", "100000000", "--no-stop",
-                                    "--temperature", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                    "--temperature", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   preexec_fn=hear_signals)
         chunks = []
         while sum(map(len, chunks)) < 3000:
             chunks.append(os.read(process.stdout.fileno(), 1 << 16))

@@ -11,7 +11,8 @@ import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from check import check, end, test  # noqa: E402
-from trainer_runs import ROOT, TINY, TRAIN, checkpoint_bytes, log_values, read_log, train, write_corpus  # noqa: E402
+from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, hear_signals, log_values, read_log, train,  # noqa: E402
+                          write_corpus)
 
 TMP = tempfile.mkdtemp(prefix="flashgpt-resume-")
 COMMON = [*TINY, "--eval-every", "20", "--eval-tokens", "300", "--print-every", "0", "--save-every", "25", "--keep", "0",
@@ -73,7 +74,7 @@ def main():
     with test("Ctrl-C finishes the step, saves, says how to resume, and the run goes on to the same end"):
         folder = os.path.join(TMP, "interrupted")
         process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100", "--print-every", "1",
-                                    "--out", folder],
+                                    "--out", folder], preexec_fn=hear_signals,
                                    cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while "step     30/" not in process.stdout.readline():
             pass
@@ -114,9 +115,8 @@ def main():
         check(status == 0 and log_values(folder) == first, err, first[:2], log_values(folder)[:2])
     with test("a closing terminal ends the run with a checkpoint"):
         folder = os.path.join(TMP, "hangup")
-        # Where the tests themselves run under nohup, the signal is ignored from birth.
         process = subprocess.Popen([TRAIN, *COMMON, "--data", unequal, "--steps", "100000", "--print-every", "1",
-                                    "--out", folder], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+                                    "--out", folder], preexec_fn=hear_signals,
                                    cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while "step     30/" not in process.stdout.readline():
             pass

@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import signal
 import struct
 import subprocess
 
@@ -50,6 +51,12 @@ def train(*options, env=None):
     done = subprocess.run([TRAIN, *map(str, options)], cwd=ROOT, capture_output=True, text=True, errors="replace",
                           env=dict(os.environ, **(env or {})))
     return done.returncode, done.stdout, done.stderr
+
+
+def hear_signals():
+    """For preexec_fn: a program that is sent these hears them, also where the tests run under nohup or in the background."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def read_log(run):
