@@ -144,7 +144,8 @@ __device__ __forceinline__ void mbarrier_init(SharedAddress at, int arrivals)
 }
 
 /* One arrival. What this thread wrote and read before comes before what threads do after a wait for this phase; of other
- * threads' doings, what it knows of by then: lane 0 may arrive for its warp after a __syncwarp. */
+ * threads' doings, what it knows of by then: lane 0 may arrive for its warp after a __syncwarp, though compute-sanitizer's
+ * racecheck then calls a race what the other lanes did. */
 __device__ __forceinline__ void mbarrier_arrive(SharedAddress at)
 {
     NEEDS_SM_80(asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory"));
