@@ -369,7 +369,7 @@ int main(int argc, char **argv)
     Bench b;
     memset(&b, 0, sizeof b);
     for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
-        BackendOptions options = {0, 0};
+        BackendOptions options = {.measure = 1}; /* as the trainer does */
         b.gpu = backend_find(ATTENTION_CUDA, runs[i].dtype);
         b.stream = b.gpu ? b.gpu->open(0, &options, error, sizeof error) : NULL;
         if (!b.stream) {

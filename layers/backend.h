@@ -44,6 +44,7 @@ typedef struct Recording Recording;
 typedef struct BackendOptions {
     int deterministic; /* the same bits on every run */
     int tf32;          /* fp32 products may round their factors to TF32 where the hardware has it */
+    int measure;       /* the fastest way to do an operation of some sizes may be found by trying, at its first use */
 } BackendOptions;
 
 /* The order in which embedding_backward adds up the rows of equal tokens, made on the host in O(N) of N tokens in host
@@ -109,6 +110,14 @@ typedef struct Backend {
     Recording *(*record_end)(Stream *stream);
     void (*replay)(Recording *recording, Stream *stream);
     void (*recording_free)(Recording *recording);
+
+    /* What is queued between side_begin and side_end may be done beside what is queued after side_end: after what was queued
+     * before side_begin, in its order, and, where it matters to later work, before side_join with the ticket that side_end
+     * returned, or a later one; 0 is a ticket for nothing. Nothing that either reads may be written by the other, until they
+     * are joined. A recording joins what it begins. All three are NULL where there is nothing to gain. */
+    void (*side_begin)(Stream *stream);
+    int64_t (*side_end)(Stream *stream);
+    void (*side_join)(Stream *stream, int64_t ticket);
 
     /* --- conversions ---------------------------------------------------------------------------------------------- */
 

@@ -52,7 +52,7 @@ static int binary_fits(int sm, char *error, size_t size)
     return 0;
 }
 
-static Stream *open_cuda(int index, int deterministic, int tf32, int least_sm, char *error, size_t size)
+static Stream *open_cuda(int index, const BackendOptions *options, int least_sm, char *error, size_t size)
 {
     int count = 0, major = 0, minor = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
@@ -77,12 +77,18 @@ static Stream *open_cuda(int index, int deterministic, int tf32, int least_sm, c
     }
     stream->device = index;
     stream->sm = sm;
-    stream->deterministic = deterministic;
-    stream->tf32 = tf32;
+    stream->deterministic = options->deterministic;
+    stream->tf32 = options->tf32;
+    stream->measure = options->measure && !options->deterministic;
     CUDA_CHECK(cudaDeviceGetAttribute(&stream->processors, cudaDevAttrMultiProcessorCount, index));
-    CUDA_CHECK(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream->main_stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream->side_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream->upload_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&stream->uploaded, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&stream->begun, cudaEventDisableTiming));
+    for (int i = 0; i < SIDE_EVENTS; i++)
+        CUDA_CHECK(cudaEventCreateWithFlags(&stream->side_done[i], cudaEventDisableTiming));
+    stream->stream = stream->main_stream;
     stream->plans = product_plans_open(error, size);
     if (!stream->plans) {
         free(stream);
@@ -93,20 +99,23 @@ static Stream *open_cuda(int index, int deterministic, int tf32, int least_sm, c
 
 static Stream *open_fp32(int index, const BackendOptions *options, char *error, size_t size)
 {
-    return open_cuda(index, options->deterministic, options->tf32, 0, error, size);
+    return open_cuda(index, options, 0, error, size);
 }
 
 static Stream *open_bf16(int index, const BackendOptions *options, char *error, size_t size)
 {
-    return open_cuda(index, options->deterministic, options->tf32, 80, error, size);
+    return open_cuda(index, options, 80, error, size);
 }
 
 static void close_cuda(Stream *stream)
 {
     product_plans_close(stream->plans);
+    for (int i = 0; i < SIDE_EVENTS; i++) cudaEventDestroy(stream->side_done[i]);
+    cudaEventDestroy(stream->begun);
     cudaEventDestroy(stream->uploaded);
     cudaStreamDestroy(stream->upload_stream);
-    cudaStreamDestroy(stream->stream);
+    cudaStreamDestroy(stream->side_stream);
+    cudaStreamDestroy(stream->main_stream);
     free(stream);
 }
 
@@ -228,12 +237,42 @@ struct Recording {
 static void record_begin_cuda(Stream *stream)
 {
     CUDA_CHECK(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal));
+    stream->recording = 1;
+}
+
+/* The side is a second stream that is captured along with the first. Only in a recording, where its events cost nothing:
+ * without one they would be two more calls for each piece of work, and operations are then done one after another. */
+static void side_begin_cuda(Stream *stream)
+{
+    if (!stream->recording) return;
+    CUDA_CHECK(cudaEventRecord(stream->begun, stream->main_stream));
+    CUDA_CHECK(cudaStreamWaitEvent(stream->side_stream, stream->begun, 0));
+    stream->stream = stream->side_stream;
+}
+
+static int64_t side_end_cuda(Stream *stream)
+{
+    if (!stream->recording) return 0;
+    stream->stream = stream->main_stream;
+    stream->side_last++;
+    CUDA_CHECK(cudaEventRecord(stream->side_done[stream->side_last % SIDE_EVENTS], stream->side_stream));
+    return stream->side_last;
+}
+
+static void side_join_cuda(Stream *stream, int64_t ticket)
+{
+    if (ticket <= stream->side_joined) return;
+    /* The event has been recorded anew since, perhaps. */
+    stream->side_joined = stream->side_last - (stream->side_last - ticket) % SIDE_EVENTS;
+    CUDA_CHECK(cudaStreamWaitEvent(stream->main_stream, stream->side_done[ticket % SIDE_EVENTS], 0));
 }
 
 static Recording *record_end_cuda(Stream *stream)
 {
     cudaGraph_t graph;
     Recording *recording = (Recording *)calloc(1, sizeof *recording);
+    side_join_cuda(stream, stream->side_last);
+    stream->recording = 0;
     CUDA_CHECK(cudaStreamEndCapture(stream->stream, &graph));
     if (!recording) {
         fprintf(stderr, "%s:%d: not enough memory for a recording\n", __FILE__, __LINE__);
@@ -262,8 +301,9 @@ static void recording_free_cuda(Recording *recording)
         NAME, ATTENTION_CUDA, DTYPE, sizeof(REAL), OPEN, close_cuda, describe_cuda, sm_cuda, PEAK, attention_stream_cuda,   \
             memory_available_cuda, alloc_cuda, free_cuda, zero_cuda, copy_in_cuda, copy_out_cuda, copy_cuda,                \
             synchronize_cuda, alloc_host_cuda, free_host_cuda, upload_cuda, upload_join_cuda, download_cuda,                \
-            record_begin_cuda, record_end_cuda, replay_cuda, recording_free_cuda, from_fp32_cuda<REAL>,                     \
-            to_fp32_cuda<REAL>, embedding_forward_cuda, embedding_backward_cuda, embedding_scratch_cuda,                    \
+            record_begin_cuda, record_end_cuda, replay_cuda, recording_free_cuda, side_begin_cuda, side_end_cuda,           \
+            side_join_cuda, from_fp32_cuda<REAL>, to_fp32_cuda<REAL>, embedding_forward_cuda, embedding_backward_cuda,      \
+            embedding_scratch_cuda,                                                                                         \
             layernorm_forward_cuda<REAL>, residual_layernorm_forward_cuda<REAL>, layernorm_backward_cuda<REAL>,             \
             layernorm_scratch_cuda, linear_forward_cuda<REAL>, linear_gelu_forward_cuda<REAL>,                              \
             linear_backward_input_cuda<REAL>, linear_backward_weight_cuda<REAL>, linear_scratch_cuda,                       \

@@ -19,11 +19,18 @@
 /* What cublasLt was asked before, and its answer: see linear.cu. */
 struct ProductPlans;
 
+enum { SIDE_EVENTS = 4 };
+
 struct Stream {
-    cudaStream_t stream, upload_stream;
+    cudaStream_t stream;        /* where operations are queued: main_stream, or side_stream within side_begin and side_end */
+    cudaStream_t main_stream, side_stream, upload_stream;
     cudaEvent_t uploaded;       /* recorded on upload_stream after each upload */
+    cudaEvent_t begun;          /* recorded on main_stream where the side begins */
+    cudaEvent_t side_done[SIDE_EVENTS];  /* recorded on side_stream by ticket, modulo their number */
+    int64_t side_last, side_joined; /* the newest ticket; the newest that main_stream waits for */
+    int recording;
     int device, sm, processors; /* compute capability as 90; number of multiprocessors */
-    int deterministic, tf32;
+    int deterministic, tf32, measure;
     struct ProductPlans *plans;
 };
 

@@ -17,6 +17,8 @@
  *
  * Backward walks the same chain the other way with one gradient of the residual stream, dresid, that every branch adds to;
  * the norms, which do the adding, leave a rounded copy beside it for the products. Where real is fp32 it is its own copy.
+ * Gradients of weights and biases lead nowhere: where the backend has a side for them they are computed there, beside the
+ * chain, which waits for them only before it overwrites what they read (weight_backward, wait_for_readers).
  * The classifier goes over the rows in chunks and does forward and backward of a chunk at once: its logits, by far the
  * widest activation, exist for one chunk only and become their own gradient in place.
  *
@@ -55,12 +57,13 @@ typedef enum Activation {
 /* Scratch: alive within one call. The union part holds the classifier's logits first and the block gradients afterwards. */
 typedef struct ScratchLayout {
     size_t dresid;           /* (N,C) fp32 */
-    size_t dresid_real;      /* (N,C) real: dresid rounded; the same place where real is fp32 */
+    size_t dresid_real[2];   /* (N,C) real: dresid rounded, by turns; the same place where real is fp32 */
     size_t dnorm;            /* (N,C) real */
     size_t logits;           /* (chunk,Vp) real: shares its place with the next two */
     size_t dpre, dqkv;       /* (N,4C), (N,3C) real */
     size_t branch;           /* (N,C) real: what a block's projection gives, before it is added to the stream */
-    size_t work, attention;  /* scratch of the operations, of the attention kernel */
+    size_t work, side_work;  /* scratch of the operations, of those beside them */
+    size_t attention;        /* scratch of the attention kernel */
     size_t bytes;
 } ScratchLayout;
 
@@ -111,6 +114,10 @@ struct Gpt {
     int next;             /* which half of the uploads the next update reads */
     Recording *micro_recording, *update_recording;
     float recorded_dscale;
+    /* Backward: which dresid_real holds the gradient now, and the tickets of the last products of weights, done beside the
+     * rest, that read each of the gradients. */
+    int dresid_turn;
+    int64_t dresid_reader[2], dpre_reader, dqkv_reader;
 };
 
 /* --- configuration and parameter table --------------------------------------------------------------------------------- */
@@ -325,7 +332,8 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
     s.branch = area_take(&s.bytes, wide);
     if (options->training) {
         s.dresid = area_take(&s.bytes, (size_t)(N * C) * 4);
-        s.dresid_real = backend->dtype == DTYPE_FP32 ? s.dresid : area_take(&s.bytes, wide);
+        for (int turn = 0; turn < 2; turn++)
+            s.dresid_real[turn] = backend->dtype == DTYPE_FP32 ? s.dresid : area_take(&s.bytes, wide);
         s.dnorm = area_take(&s.bytes, wide);
     }
     size_t shared = s.bytes;
@@ -336,20 +344,21 @@ static ScratchLayout scratch_layout(const GptConfig *config, const GptOptions *o
         s.dqkv = area_take(&block, 3 * wide);
         s.bytes = larger(s.bytes, block);
     }
-    size_t work = STAGING_ELEMENTS * 4; /* gpt_read and gpt_write convert here */
+    size_t work = STAGING_ELEMENTS * 4, side = 0; /* gpt_read and gpt_write convert in work */
     if (options->training) {
         FlatLayout flat;
         tensors_layout(NULL, NULL, &flat, config, Vp);
         work = larger(work, backend->embedding_scratch(N, C));
         work = larger(work, backend->layernorm_scratch(N, C));
-        work = larger(work, backend->linear_scratch(N, C, 3 * C));
-        work = larger(work, backend->linear_scratch(N, C, C));
-        work = larger(work, backend->linear_scratch(N, C, 4 * C));
-        work = larger(work, backend->linear_scratch(N, 4 * C, C));
+        side = larger(side, backend->linear_scratch(N, C, 3 * C));
+        side = larger(side, backend->linear_scratch(N, C, C));
+        side = larger(side, backend->linear_scratch(N, C, 4 * C));
+        side = larger(side, backend->linear_scratch(N, 4 * C, C));
         work = larger(work, backend->linear_scratch(chunk, C, Vp));
         work = larger(work, backend->norm_scratch(flat.size));
     }
     s.work = area_take(&s.bytes, work);
+    s.side_work = area_take(&s.bytes, side);
     s.attention = area_take(&s.bytes, attention ? attention->scratch_bytes(&shape) : 0);
     return s;
 }
@@ -905,25 +914,59 @@ static void attention_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 
 /* The gradient of the residual stream (N,C), and its rounded copy. */
 static float *dresid_at(const Gpt *gpt) { return (float *)(gpt->scratch + gpt->layout.dresid); }
-static void *dresid_real_at(const Gpt *gpt) { return gpt->scratch + gpt->layout.dresid_real; }
+static void *dresid_real_at(const Gpt *gpt) { return gpt->scratch + gpt->layout.dresid_real[gpt->dresid_turn]; }
+
+/* What is queued from here on waits for products of weights up to this ticket: it writes what they read. */
+static void wait_for_readers(Gpt *gpt, int64_t ticket)
+{
+    if (gpt->backend->side_join) gpt->backend->side_join(gpt->stream, ticket);
+}
+
+/* Gradients of a weight (OC,C) of layer l and its bias, from dout (N,OC) and the input (N,C). Nothing but the update reads
+ * them, so they may be computed beside the gradients that the layers below wait for. Returns the ticket: until it is waited
+ * for, dout and the input stay as they are. */
+static int64_t weight_backward(Gpt *gpt, GptKind weight, GptKind bias, int64_t l, const void *dout, Activation input, int64_t N,
+                               int64_t C, int64_t OC)
+{
+    const Backend *be = gpt->backend;
+    if (be->side_begin) be->side_begin(gpt->stream);
+    be->linear_backward_weight(gradient_at(gpt, weight, l), gradient_at(gpt, bias, l), gpt->scratch + gpt->layout.side_work,
+                               dout, act_at(gpt, input, l), N, C, OC, gpt->stream);
+    return be->side_end ? be->side_end(gpt->stream) : 0;
+}
+
+/* Through the norm of layer l whose input is resid: dresid becomes the gradient of that. `flow` is what flows along beside the
+ * norm (NULL: nothing), dresid or nothing; `rounds`: products read the result. */
+static void norm_backward(Gpt *gpt, int64_t l, int64_t N, const float *resid, const float *flow, int rounds, GptKind weight,
+                          GptKind bias, Activation mean, Activation rstd)
+{
+    const Backend *be = gpt->backend;
+    int turn = !gpt->dresid_turn;
+    /* In fp32 both turns are one place, and the sum is formed in it. */
+    wait_for_readers(gpt, gpt->dresid_reader[turn]);
+    if (be->dtype == DTYPE_FP32) wait_for_readers(gpt, gpt->dresid_reader[!turn]);
+    gpt->dresid_turn = turn;
+    be->layernorm_backward(dresid_at(gpt), rounds ? dresid_real_at(gpt) : NULL, gradient_at(gpt, weight, l),
+                           gradient_at(gpt, bias, l), gpt->scratch + gpt->layout.work, flow,
+                           gpt->scratch + gpt->layout.dnorm, resid, exact_weight_at(gpt, weight, l),
+                           (float *)act_at(gpt, mean, l), (float *)act_at(gpt, rstd, l), N, gpt->config.channels, gpt->stream);
+}
 
 /* The feed-forward half: dresid is the gradient of the block's output on entry, of resid_mid on return. */
 static void mlp_backward(Gpt *gpt, int64_t l, int64_t N)
 {
     const Backend *be = gpt->backend;
     int64_t C = gpt->config.channels;
-    void *dresid = dresid_real_at(gpt), *dnorm = gpt->scratch + gpt->layout.dnorm;
-    void *dpre = gpt->scratch + gpt->layout.dpre, *work = gpt->scratch + gpt->layout.work;
-    be->linear_backward_weight(gradient_at(gpt, GPT_FCPROJ_W, l), gradient_at(gpt, GPT_FCPROJ_B, l), work, dresid,
-                               act_at(gpt, ACT_GELU, l), N, 4 * C, C, gpt->stream);
+    void *dresid = dresid_real_at(gpt), *dnorm = gpt->scratch + gpt->layout.dnorm, *dpre = gpt->scratch + gpt->layout.dpre;
+    gpt->dresid_reader[gpt->dresid_turn] =
+        weight_backward(gpt, GPT_FCPROJ_W, GPT_FCPROJ_B, l, dresid, ACT_GELU, N, 4 * C, C);
+    wait_for_readers(gpt, gpt->dpre_reader);
     be->linear_backward_input(dpre, dresid, weight_at(gpt, GPT_FCPROJ_W, l), act_at(gpt, ACT_PRE, l), N, 4 * C, C,
                               gpt->stream);
-    be->linear_backward_weight(gradient_at(gpt, GPT_FC_W, l), gradient_at(gpt, GPT_FC_B, l), work, dpre,
-                               act_at(gpt, ACT_LN2, l), N, C, 4 * C, gpt->stream);
+    gpt->dpre_reader = weight_backward(gpt, GPT_FC_W, GPT_FC_B, l, dpre, ACT_LN2, N, C, 4 * C);
     be->linear_backward_input(dnorm, dpre, weight_at(gpt, GPT_FC_W, l), NULL, N, C, 4 * C, gpt->stream);
-    be->layernorm_backward(dresid_at(gpt), dresid, gradient_at(gpt, GPT_LN2_W, l), gradient_at(gpt, GPT_LN2_B, l), work,
-                           dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID_MID, l), exact_weight_at(gpt, GPT_LN2_W, l),
-                           (float *)act_at(gpt, ACT_LN2_MEAN, l), (float *)act_at(gpt, ACT_LN2_RSTD, l), N, C, gpt->stream);
+    norm_backward(gpt, l, N, resid_at(gpt, ACT_RESID_MID, l), dresid_at(gpt), 1, GPT_LN2_W, GPT_LN2_B, ACT_LN2_MEAN,
+                  ACT_LN2_RSTD);
 }
 
 /* The attention half: dresid is the gradient of resid_mid on entry, of the block's input on return. */
@@ -931,19 +974,16 @@ static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T, C = gpt->config.channels;
-    void *dresid = dresid_real_at(gpt), *dnorm = gpt->scratch + gpt->layout.dnorm;
-    void *dqkv = gpt->scratch + gpt->layout.dqkv, *work = gpt->scratch + gpt->layout.work;
-    be->linear_backward_weight(gradient_at(gpt, GPT_PROJ_W, l), gradient_at(gpt, GPT_PROJ_B, l), work, dresid,
-                               act_at(gpt, ACT_ATT, l), N, C, C, gpt->stream);
+    void *dresid = dresid_real_at(gpt), *dnorm = gpt->scratch + gpt->layout.dnorm, *dqkv = gpt->scratch + gpt->layout.dqkv;
+    gpt->dresid_reader[gpt->dresid_turn] = weight_backward(gpt, GPT_PROJ_W, GPT_PROJ_B, l, dresid, ACT_ATT, N, C, C);
     be->linear_backward_input(dnorm, dresid, weight_at(gpt, GPT_PROJ_W, l), NULL, N, C, C, gpt->stream);
+    wait_for_readers(gpt, gpt->dqkv_reader);
     attention_backward(gpt, l, B, T);
-    be->linear_backward_weight(gradient_at(gpt, GPT_QKV_W, l), gradient_at(gpt, GPT_QKV_B, l), work, dqkv,
-                               act_at(gpt, ACT_LN1, l), N, C, 3 * C, gpt->stream);
+    gpt->dqkv_reader = weight_backward(gpt, GPT_QKV_W, GPT_QKV_B, l, dqkv, ACT_LN1, N, C, 3 * C);
     be->linear_backward_input(dnorm, dqkv, weight_at(gpt, GPT_QKV_W, l), NULL, N, C, 3 * C, gpt->stream);
     /* Below the first block no product reads dresid, only the embedding, in fp32. */
-    be->layernorm_backward(dresid_at(gpt), l ? dresid : NULL, gradient_at(gpt, GPT_LN1_W, l), gradient_at(gpt, GPT_LN1_B, l),
-                           work, dresid_at(gpt), dnorm, resid_at(gpt, ACT_RESID, l), exact_weight_at(gpt, GPT_LN1_W, l),
-                           (float *)act_at(gpt, ACT_LN1_MEAN, l), (float *)act_at(gpt, ACT_LN1_RSTD, l), N, C, gpt->stream);
+    norm_backward(gpt, l, N, resid_at(gpt, ACT_RESID, l), dresid_at(gpt), l > 0, GPT_LN1_W, GPT_LN1_B, ACT_LN1_MEAN,
+                  ACT_LN1_RSTD);
 }
 
 /* Forward and backward of the batch on the device. */
@@ -955,13 +995,12 @@ static void model_backward(Gpt *gpt, int64_t B, int64_t T, float dscale)
     classify(gpt, N, dscale);
     if (dscale == 0) return;
 
+    gpt->dresid_reader[0] = gpt->dresid_reader[1] = gpt->dpre_reader = gpt->dqkv_reader = 0;
     /* The stream ends in ln_f: nothing flows along beside it. */
-    be->layernorm_backward(dresid_at(gpt), dresid_real_at(gpt), gradient_at(gpt, GPT_LNF_W, 0),
-                           gradient_at(gpt, GPT_LNF_B, 0), gpt->scratch + gpt->layout.work, NULL,
-                           gpt->scratch + gpt->layout.dnorm, resid_at(gpt, ACT_RESID, gpt->config.layers),
-                           exact_weight_at(gpt, GPT_LNF_W, 0), (float *)act_at(gpt, ACT_LNF_MEAN, 0),
-                           (float *)act_at(gpt, ACT_LNF_RSTD, 0), N, C, gpt->stream);
+    norm_backward(gpt, gpt->config.layers, N, resid_at(gpt, ACT_RESID, gpt->config.layers), NULL, 1, GPT_LNF_W, GPT_LNF_B,
+                  ACT_LNF_MEAN, ACT_LNF_RSTD);
     for (int64_t l = gpt->config.layers - 1; l >= 0; l--) {
+        if (gpt->options.recompute != GPT_RECOMPUTE_NONE) wait_for_readers(gpt, gpt->dqkv_reader); /* the newest ticket */
         if (gpt->options.recompute == GPT_RECOMPUTE_BLOCK) {
             block_start(gpt, l, N);
             block_forward(gpt, l, B, T, resid_at(gpt, ACT_RESID, l), no_cache);

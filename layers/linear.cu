@@ -14,8 +14,10 @@
  * and their GELU epilogues so slow, that a pass of its own over the result is faster (H200, dev/results: dGELU 2.00 ms
  * fused, 1.62 and 0.15 apart); in bf16 the fused ones win (0.58 ms against 0.46 and 0.29).
  *
- * Which algorithm is best for a shape is asked once (cublasLtMatmulAlgoGetHeuristic) and kept in a small table. Where the library
- * has none for an epilogue (odd widths, mostly) the epilogue is left out and a kernel does its work afterwards.
+ * Which algorithm is best for a shape is asked once (cublasLtMatmulAlgoGetHeuristic) and kept in a small table. The first of the
+ * library's list is often not the fastest of it; so with BackendOptions.measure all of the list are tried at the first use, and
+ * timed. Where the library has none for an epilogue (odd widths, mostly) the epilogue is left out and a kernel does its work
+ * afterwards.
  * fp32 products are true fp32 (CUBLAS_COMPUTE_32F) unless the stream was opened with tf32.
  */
 #include <cublasLt.h>
@@ -37,11 +39,12 @@ typedef struct ProductPlan {
     cublasLtMatmulAlgo_t algorithm;
 } ProductPlan;
 
-enum { WORKSPACE_BYTES = 64 << 20 };
+enum { WORKSPACE_BYTES = 32 << 20, CANDIDATES = 8 };
 
 struct ProductPlans {
     cublasLtHandle_t handle;
-    void *workspace;
+    void *workspace; /* of two products at a time: one on the main stream, one on the side stream */
+    cudaEvent_t begun, ended; /* of a trial */
     ProductPlan *plans;
     int count, capacity;
 };
@@ -57,7 +60,8 @@ static void blas_check(cublasStatus_t status, const char *call, const char *file
 struct ProductPlans *product_plans_open(char *error, size_t error_size)
 {
     struct ProductPlans *plans = (struct ProductPlans *)calloc(1, sizeof *plans);
-    if (plans && cublasLtCreate(&plans->handle) == CUBLAS_STATUS_SUCCESS && cudaMalloc(&plans->workspace, WORKSPACE_BYTES) == cudaSuccess)
+    if (plans && cublasLtCreate(&plans->handle) == CUBLAS_STATUS_SUCCESS && cudaMalloc(&plans->workspace, 2 * WORKSPACE_BYTES) == cudaSuccess &&
+        cudaEventCreate(&plans->begun) == cudaSuccess && cudaEventCreate(&plans->ended) == cudaSuccess)
         return plans;
     snprintf(error, error_size, "cuBLAS cannot start on this GPU (%s)", cudaGetErrorString(cudaGetLastError()));
     free(plans);
@@ -73,6 +77,8 @@ void product_plans_close(struct ProductPlans *plans)
         cublasLtMatrixLayoutDestroy(plans->plans[i].c);
         cublasLtMatmulDescDestroy(plans->plans[i].operation);
     }
+    cudaEventDestroy(plans->begun);
+    cudaEventDestroy(plans->ended);
     cublasLtDestroy(plans->handle);
     cudaFree(plans->workspace);
     free(plans->plans);
@@ -84,8 +90,71 @@ static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t a
     BLAS_CHECK(cublasLtMatmulDescSetAttribute(operation, attribute, value, bytes));
 }
 
-/* Describes the product and asks for its best algorithm. aux_ld: row length of the pre-activation. */
-static void plan_make(ProductPlan *plan, const ProductKey *key, cublasLtHandle_t handle)
+/* A call of cublasLtMatmul but for the algorithm: see product(). */
+typedef struct ProductCall {
+    const void *a, *b, *bias;
+    void *aux, *out;
+} ProductCall;
+
+static cublasStatus_t plan_run(const ProductPlan *plan, const cublasLtMatmulAlgo_t *algorithm, const ProductCall *call, void *out, Stream *stream)
+{
+    float one = 1, beta = plan->key.beta ? 1.0f : 0.0f;
+    char *workspace = (char *)stream->plans->workspace + (stream->stream == stream->side_stream ? WORKSPACE_BYTES : 0);
+    if (call->bias) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &call->bias, sizeof call->bias);
+    if (call->aux) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &call->aux, sizeof call->aux);
+    return cublasLtMatmul(stream->plans->handle, plan->operation, &one, call->a, plan->a, call->b, plan->b, &beta, out, plan->c, out, plan->c,
+                          algorithm, workspace, WORKSPACE_BYTES, stream->stream);
+}
+
+/* Microseconds of one of `repeats` runs one after another; negative where the library refuses. */
+static float algorithm_time(const ProductPlan *plan, const cublasLtMatmulAlgo_t *algorithm, const ProductCall *call, void *out, int repeats,
+                            Stream *stream)
+{
+    const struct ProductPlans *all = stream->plans;
+    float milliseconds = 0;
+    CUDA_CHECK(cudaEventRecord(all->begun, stream->stream));
+    for (int i = 0; i < repeats; i++)
+        if (plan_run(plan, algorithm, call, out, stream) != CUBLAS_STATUS_SUCCESS) return -1;
+    CUDA_CHECK(cudaEventRecord(all->ended, stream->stream));
+    CUDA_CHECK(cudaEventSynchronize(all->ended));
+    CUDA_CHECK(cudaEventElapsedTime(&milliseconds, all->begun, all->ended));
+    return 1e3f * milliseconds / (float)repeats;
+}
+
+/* The fastest of the candidates, by the best of some rounds in which each runs for about half a millisecond; another than the library's
+ * first only where it gains what is more than noise. What is overwritten may be overwritten often; what would add up is done in
+ * memory taken for the trial, and where there is none the first it is. */
+static int candidates_measure(const ProductPlan *plan, const cublasLtMatmulHeuristicResult_t *candidates, int count, const ProductCall *call,
+                              Stream *stream)
+{
+    enum { ROUNDS = 3, SHARE = 500 /* microseconds */, MOST = 16 };
+    const float GAIN = 0.98f;
+    void *out = call->out;
+    float best[CANDIDATES], first;
+    if (plan->key.beta) {
+        size_t bytes = (size_t)(plan->key.m * plan->key.n) * (plan->key.out_type == CUDA_R_32F ? 4 : 2);
+        if (cudaMalloc(&out, bytes) != cudaSuccess) {
+            cudaGetLastError();
+            return 0;
+        }
+        CUDA_CHECK(cudaMemsetAsync(out, 0, bytes, stream->stream));
+    }
+    first = algorithm_time(plan, &candidates[0].algo, call, out, 2, stream);
+    int repeats = first > 0 && first * MOST > SHARE ? (int)(SHARE / first) + 1 : MOST, fastest = 0;
+    for (int round = 0; round < ROUNDS; round++)
+        for (int i = 0; i < count; i++) {
+            if (round && best[i] < 0) continue;
+            float time = algorithm_time(plan, &candidates[i].algo, call, out, repeats, stream);
+            if (!round || time < best[i]) best[i] = time;
+        }
+    for (int i = 1; i < count; i++)
+        if (best[i] > 0 && (best[fastest] < 0 || best[i] < best[fastest])) fastest = i;
+    if (plan->key.beta) CUDA_CHECK(cudaFree(out));
+    return best[0] > 0 && best[fastest] > GAIN * best[0] ? 0 : fastest;
+}
+
+/* Describes the product and finds its algorithm. aux_ld: row length of the pre-activation. */
+static void plan_make(ProductPlan *plan, const ProductKey *key, const ProductCall *call, Stream *stream)
 {
     cudaDataType_t in = (cudaDataType_t)key->in_type, out = (cudaDataType_t)key->out_type;
     cublasComputeType_t compute = in == CUDA_R_32F && key->tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
@@ -105,22 +174,23 @@ static void plan_make(ProductPlan *plan, const ProductKey *key, cublasLtHandle_t
     BLAS_CHECK(cublasLtMatrixLayoutCreate(&plan->c, out, (uint64_t)key->m, (uint64_t)key->n, key->ldc));
 
     cublasLtMatmulPreference_t preference;
-    cublasLtMatmulHeuristicResult_t result;
+    cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
     size_t workspace = WORKSPACE_BYTES;
     uint32_t alignment = (uint32_t)key->alignment;
-    int found = 0;
+    int found = 0, wanted = stream->measure && !stream->recording ? CANDIDATES : 1;
     BLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
     cublasLtMatmulPreferenceAttributes_t alignments[] = {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                                          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
     for (int i = 0; i < 4; i++) cublasLtMatmulPreferenceSetAttribute(preference, alignments[i], &alignment, sizeof alignment);
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, plan->operation, plan->a, plan->b, plan->c, plan->c, preference, 1, &result, &found);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(stream->plans->handle, plan->operation, plan->a, plan->b, plan->c, plan->c, preference,
+                                                           wanted, candidates, &found);
     cublasLtMatmulPreferenceDestroy(preference);
     plan->supported = status == CUBLAS_STATUS_SUCCESS && found > 0;
-    if (plan->supported) plan->algorithm = result.algo;
+    if (plan->supported) plan->algorithm = candidates[found > 1 ? candidates_measure(plan, candidates, found, call, stream) : 0].algo;
 }
 
-static ProductPlan *plan_find(const ProductKey *key, Stream *stream)
+static ProductPlan *plan_find(const ProductKey *key, const ProductCall *call, Stream *stream)
 {
     struct ProductPlans *all = stream->plans;
     for (int i = 0; i < all->count; i++)
@@ -135,7 +205,7 @@ static ProductPlan *plan_find(const ProductKey *key, Stream *stream)
     }
     ProductPlan *plan = &all->plans[all->count++];
     memset(plan, 0, sizeof *plan);
-    plan_make(plan, key, all->handle);
+    plan_make(plan, key, call, stream);
     return plan;
 }
 
@@ -171,13 +241,10 @@ static int product(void *out, cudaDataType_t out_type, const void *a, const void
     key.beta = accumulate;
     key.alignment = alignment_of(a, b, out, aux ? aux : out);
     key.tf32 = stream->tf32;
-    ProductPlan *plan = plan_find(&key, stream);
+    const ProductCall call = {a, b, bias, aux, out};
+    ProductPlan *plan = plan_find(&key, &call, stream);
     if (!plan->supported) return 0;
-    if (bias) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
-    if (aux) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux, sizeof aux);
-    float one = 1, beta = accumulate ? 1.0f : 0.0f;
-    BLAS_CHECK(cublasLtMatmul(stream->plans->handle, plan->operation, &one, a, plan->a, b, plan->b, &beta, out, plan->c, out, plan->c,
-                              &plan->algorithm, stream->plans->workspace, WORKSPACE_BYTES, stream->stream));
+    BLAS_CHECK(plan_run(plan, &plan->algorithm, &call, out, stream));
     return 1;
 }
 

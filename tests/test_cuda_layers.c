@@ -436,6 +436,78 @@ static void test_recording(void)
     FREE(&x);
 }
 
+/* In a recording, sums on the side beside a sum on the main stream, more than any number of events, joined in part by older
+ * tickets and more than once; then everything is joined by the end. Outside of one, all is one stream. */
+static void test_side(int records)
+{
+    enum { SUMS = 11, REPLAYS = 20 };
+    TEST("%s work on the side, %s", gpu->name, records ? "recorded" : "not recorded");
+    Tensor x = tensor_new(1000, 1, RANDOM, 1);
+    double *sums = gpu->alloc((2 * SUMS + 1) * sizeof *sums, gpu_stream), seen[2 * SUMS + 1], sum = 0;
+    Recording *recording = NULL;
+    for (int i = 0; i < 1000; i++) sum += (double)x.start[i];
+    gpu->zero(sums, sizeof seen, gpu_stream);
+    gpu->synchronize(gpu_stream);
+    if (records) gpu->record_begin(gpu_stream);
+    for (int replay = 0; replay < (records ? 1 : REPLAYS); replay++) {
+        int64_t tickets[SUMS];
+        gpu->zero(sums + SUMS, sizeof *sums, gpu_stream);
+        for (int i = 0; i < SUMS; i++) {
+            /* Each adds to its own, then what was recorded before has to have come: the total of the main stream. */
+            gpu->losses_sum(sums + SUMS, x.gpu, 1000, gpu_stream);
+            gpu->side_begin(gpu_stream);
+            gpu->losses_sum(sums + i, x.gpu, 1000, gpu_stream);
+            tickets[i] = gpu->side_end(gpu_stream);
+            CHECK(records ? i == 0 || tickets[i] > tickets[i - 1] : tickets[i] == 0, "ticket %lld", (long long)tickets[i]);
+            if (i % 3 == 2) gpu->side_join(gpu_stream, tickets[i - 2]);
+            if (i % 3 == 2) gpu->copy(sums + SUMS + 1 + i, sums + i - 2, sizeof *sums, gpu_stream);
+        }
+        gpu->side_join(gpu_stream, tickets[1]);
+        gpu->side_join(gpu_stream, tickets[SUMS - 2]);
+        gpu->copy(sums + SUMS + 1, sums + SUMS - 2, sizeof *sums, gpu_stream);
+    }
+    if (records) {
+        recording = gpu->record_end(gpu_stream);
+        for (int i = 0; i < REPLAYS; i++) gpu->replay(recording, gpu_stream);
+    }
+    gpu->copy_out(seen, sums, sizeof seen, gpu_stream);
+    for (int i = 0; i < 2 * SUMS + 1; i++) {
+        double expected = i < SUMS || (i > SUMS + 1 && (i - SUMS - 1) % 3 == 2) || i == SUMS + 1 ? REPLAYS * sum
+                          : i == SUMS                                                           ? SUMS * sum
+                                                                                                : 0;
+        CHECK(fabs(seen[i] - expected) <= 1e-9 * fabs(expected), "sum %d is %.12g, expected %.12g", i, seen[i], expected);
+    }
+    if (recording) gpu->recording_free(recording);
+    gpu->free(sums, gpu_stream);
+    FREE(&x);
+}
+
+/* Products whose algorithm is found by trying: what they add to is added to once. Under the emulation the library offers
+ * four, of which the second is the fastest, then three, of which the first refuses to run. */
+static void test_measured(int emulated)
+{
+    static const char *const delays[] = {"5,0,-1,5", "-1,0,5"};
+    char error[512];
+    BackendOptions options = {.measure = 1};
+    Stream *usual = gpu_stream;
+    for (size_t k = 0; k < (emulated ? 2 : 1); k++) {
+        if (emulated) setenv("SIMT_CUBLASLT_DELAYS", delays[k], 1);
+        gpu_stream = gpu->open(0, &options, error, sizeof error);
+        test_linear(17, 48, 136);
+        if (emulated) {
+            const char *delayed = getenv("SIMT_CUBLASLT_DELAYED");
+            TEST("%s the fastest product of %s ms is taken", gpu->name, delays[k]);
+            CHECK(delayed && !strcmp(delayed, "0"), "one of %s ms was", delayed ? delayed : "no");
+        } else {
+            test_linear(1000, 64, 257);
+            test_linear(300, 384, 1536);
+        }
+        gpu->close(gpu_stream);
+    }
+    unsetenv("SIMT_CUBLASLT_DELAYS");
+    gpu_stream = usual;
+}
+
 /* Bias, GELU and its slope as kernels after the product, as where cublasLt has no epilogue: the emulation is told to have
  * none. */
 static void test_without_epilogues(void)
@@ -514,6 +586,9 @@ static void test_backend(void)
     test_adamw(4096, 1024, 1, 0);
     test_linear(9, 64, 256);
     test_recording();
+    test_side(0);
+    test_side(1);
+    test_measured(is_emulated());
     if (is_emulated()) test_without_epilogues();
     else test_large();
 }

@@ -10,13 +10,20 @@
  *
  * The heuristic refuses an auxiliary matrix whose leading dimension is not a multiple of 8, as the library's documentation
  * has it, and the epilogues that the environment variable SIMT_CUBLASLT_REFUSE lists by number ("4,164,192"), so that what
- * is done in their place is tested too.
+ * is done in their place is tested too. It knows as many algorithms as SIMT_CUBLASLT_DELAYS lists ("0", one, where it is not
+ * set), which take so many milliseconds longer than they need; one that takes -1 is offered, and refuses to run. What the last
+ * product that was done took so is left in SIMT_CUBLASLT_DELAYED.
+ *
+ * A product uses the whole of its workspace from when it begins until it ends: where another product, of a stream that does
+ * not wait for it, uses the same in between, its first element is NaN.
  */
 #include "cublasLt.h"
 
 #include <stdarg.h>
 #include <stdlib.h>
+#include <unistd.h>
 
+#include <string>
 #include <vector>
 
 #include "simt_machine.h"
@@ -44,6 +51,7 @@ struct cublasLtMatmulPreferenceOpaque {
 struct Promise {
     uint64_t magic, workspace;
     uint32_t alignment[4];
+    int delay; /* milliseconds */
 };
 static_assert(sizeof(Promise) <= sizeof(cublasLtMatmulAlgo_t), "a promise fits where algorithms are kept");
 static const uint64_t PROMISE_MAGIC = 0x73696d742d626c73;
@@ -213,12 +221,18 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     if (wanted < 1) return wrong("no algorithm is wanted");
     if (epilogue_refused(product->epilogue)) return CUBLAS_STATUS_NOT_SUPPORTED;
     if (product->epilogue & 128 && product->aux_ld % 8) return CUBLAS_STATUS_NOT_SUPPORTED;
-    Promise promise = {PROMISE_MAGIC, preference->workspace, {0, 0, 0, 0}};
+    Promise promise = {PROMISE_MAGIC, preference->workspace, {0, 0, 0, 0}, 0};
     memcpy(promise.alignment, preference->alignment, sizeof promise.alignment);
-    results[0] = cublasLtMatmulHeuristicResult_t{};
-    memcpy(&results[0].algo, &promise, sizeof promise);
-    results[0].workspaceSize = preference->workspace;
-    *found = 1;
+    const char *delays = getenv("SIMT_CUBLASLT_DELAYS"), *at = delays ? delays : "0";
+    while (*at && *found < wanted) {
+        char *end;
+        promise.delay = (int)strtol(at, &end, 10);
+        at = *end ? end + 1 : end;
+        cublasLtMatmulHeuristicResult_t *result = &results[(*found)++];
+        *result = cublasLtMatmulHeuristicResult_t{};
+        memcpy(&result->algo, &promise, sizeof promise);
+        result->workspaceSize = preference->workspace;
+    }
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -343,8 +357,20 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t product, co
     if (promise.magic != PROMISE_MAGIC) return wrong("an algorithm that no heuristic gave");
     if (promise.workspace > workspace_bytes || simt_memory(workspace, workspace_bytes) != SIMT_DEVICE)
         return wrong("a workspace of %zu bytes, the algorithm was told of %zu", workspace_bytes, (size_t)promise.workspace);
+    if (promise.delay < 0) return CUBLAS_STATUS_NOT_SUPPORTED;
     Product p = {*product, *a, *b, *c, *d, *(const float *)alpha, *(const float *)beta, A, B, C, D};
     cublasStatus_t status = product_check(p, promise);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
-    return simt_queue(stream, [p] { product_run(p); }) == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
+    static uint64_t stamps;
+    uint64_t stamp = ++stamps, *used = workspace_bytes >= sizeof stamp ? (uint64_t *)workspace : nullptr;
+    int delay = promise.delay;
+    cudaError_t begun = simt_queue(stream, [=] { if (used) *used = stamp; });
+    cudaError_t ended = simt_queue(stream, [=] {
+        bool disturbed = used && *used != stamp;
+        if (delay) usleep(1000 * (useconds_t)delay);
+        setenv("SIMT_CUBLASLT_DELAYED", std::to_string(delay).c_str(), 1);
+        product_run(p);
+        if (disturbed) element_write(p.D, 0, p.d.type, NAN);
+    });
+    return begun == cudaSuccess && ended == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }

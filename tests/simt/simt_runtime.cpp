@@ -193,6 +193,9 @@ static const struct { cudaError_t error; const char *name, *text; } error_texts[
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
     {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "not permitted when a stream is capturing"},
     {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated", "a call before spoiled the capture"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched", "the capture did not begin in this stream"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined", "work of another stream is not waited for"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent", "the event was last recorded in a capturing stream"},
     {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation", "a dependency on work outside of the capture"},
     {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit", "the default stream would wait for a capturing one"},
 };

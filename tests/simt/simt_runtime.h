@@ -25,8 +25,11 @@ typedef enum cudaError {
     cudaErrorNotSupported = 801,
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901,
+    cudaErrorStreamCaptureUnmatched = 903,
+    cudaErrorStreamCaptureUnjoined = 904,
     cudaErrorStreamCaptureIsolation = 905,
     cudaErrorStreamCaptureImplicit = 906,
+    cudaErrorCapturedEvent = 907,
 } cudaError_t;
 
 typedef struct CUstream_st *cudaStream_t;
@@ -145,8 +148,8 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 
-/* Between begin and end, work for the stream is kept and not done; each launch of the graph does it. In between, what may
- * wait or allocate fails and spoils the capture, as on a device. */
+/* Between begin and end, work for the stream is kept and not done, and so is that of streams that wait for an event of it; each
+ * launch of the graph does it. In between, what may wait or allocate fails and spoils the capture, as on a device. */
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);

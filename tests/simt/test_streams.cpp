@@ -8,6 +8,7 @@
 
 #include <stdlib.h>
 
+#include <cmath>
 #include <vector>
 
 enum { N = 8, SEEDS = 64 };
@@ -211,6 +212,96 @@ static void test_graphs(void)
     cudaFree(memory);
 }
 
+/* A capture with a second stream: `side` of it runs beside `beside` after `before`; both come before `after`. */
+struct Forked {
+    cudaStream_t first, second;
+    cudaEvent_t begun, ended;
+    float *memory, *other, result[N];
+
+    Forked() : memory(device_new()), other(device_new())
+    {
+        cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking);
+        cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking);
+        cudaEventCreate(&begun);
+        cudaEventCreate(&ended);
+    }
+    ~Forked()
+    {
+        cudaEventDestroy(begun);
+        cudaEventDestroy(ended);
+        cudaStreamDestroy(first);
+        cudaStreamDestroy(second);
+        cudaFree(memory);
+        cudaFree(other);
+    }
+    void add(cudaStream_t stream, float *out, const float *in, float x)
+    {
+        (void)kernel_launch(add_kernel, 1, N, 0, stream, out, in, x);
+    }
+    /* other = memory + 2 on the side, where memory was 1; memory = other + x behind it, or too soon. */
+    float run(bool forks, bool joins)
+    {
+        cudaGraph_t graph;
+        cudaGraphExec_t executable;
+        cudaMemset(memory, 0, sizeof result);
+        cudaMemset(other, 0, sizeof result);
+        cudaStreamBeginCapture(first, cudaStreamCaptureModeThreadLocal);
+        if (!forks) cudaEventRecord(begun, first);
+        add(first, memory, memory, 1);
+        if (forks) cudaEventRecord(begun, first);
+        cudaStreamWaitEvent(second, begun, 0);
+        add(second, other, memory, 2);
+        cudaEventRecord(ended, second);
+        if (joins) cudaStreamWaitEvent(first, ended, 0);
+        add(first, memory, other, 4);
+        if (!joins) cudaStreamWaitEvent(first, ended, 0);
+        if (cudaStreamEndCapture(first, &graph) != cudaSuccess) return -1;
+        cudaGraphInstantiate(&executable, graph, 0);
+        cudaGraphDestroy(graph);
+        cudaGraphLaunch(executable, first);
+        cudaMemcpyAsync(result, memory, sizeof result, cudaMemcpyDeviceToHost, first);
+        cudaGraphExecDestroy(executable);
+        return result[3];
+    }
+};
+
+static void test_forks(void)
+{
+    Forked f;
+    cudaGraph_t graph = nullptr;
+    cudaStreamCaptureStatus status;
+    TEST("a second stream of a capture is ordered by its events; without one of them it is too early or too late at times");
+    CHECK_OUTCOME(always, outcomes_of(7, [&] { return f.run(true, true); }));
+    CHECK_OUTCOME(at_times, outcomes_of(7, [&] { return f.run(false, true); }));
+    CHECK_OUTCOME(at_times, outcomes_of(7, [&] { return f.run(true, false); }));
+
+    TEST("a capture ends where it began, and only with what it forked waited for");
+    auto fork = [&] {
+        cudaStreamBeginCapture(f.first, cudaStreamCaptureModeThreadLocal);
+        cudaEventRecord(f.begun, f.first);
+        cudaStreamWaitEvent(f.second, f.begun, 0);
+    };
+    fork();
+    cudaStreamIsCapturing(f.second, &status);
+    CHECK(status == cudaStreamCaptureStatusActive, "status %d", status);
+    f.add(f.second, f.memory, f.memory, 1);
+    CHECK(cudaStreamEndCapture(f.second, &graph) == cudaErrorStreamCaptureUnmatched, "it ends in the second stream");
+    CHECK(cudaStreamEndCapture(f.first, &graph) == cudaErrorStreamCaptureUnjoined && !graph, "it ends unjoined");
+    cudaStreamIsCapturing(f.second, &status);
+    CHECK(status == cudaStreamCaptureStatusNone, "the second stream has status %d", status);
+    fork();
+    CHECK(cudaStreamEndCapture(f.first, &graph) == cudaSuccess && graph, "a stream that did nothing has to be joined");
+    cudaGraphDestroy(graph);
+    fork();
+    CHECK(cudaStreamSynchronize(f.second) == cudaErrorStreamCaptureUnsupported, "the second stream may be synchronised");
+    CHECK(cudaStreamEndCapture(f.first, &graph) == cudaErrorStreamCaptureInvalidated, "that spoils nothing");
+    TEST("an event of a capture is none outside of it");
+    CHECK(cudaStreamWaitEvent(f.first, f.begun, 0) == cudaErrorCapturedEvent, "it can be waited for in a stream");
+    CHECK(cudaEventSynchronize(f.begun) == cudaErrorCapturedEvent, "it can be waited for");
+    CHECK(cudaEventRecord(f.begun, f.first) == cudaSuccess && cudaEventSynchronize(f.begun) == cudaSuccess, "it is lost");
+    cudaGetLastError();
+}
+
 /* --- memory --------------------------------------------------------------------------------------------------------- */
 
 static void test_copies(void)
@@ -312,11 +403,11 @@ struct Lt {
         return status;
     }
 
-    cublasStatus_t multiply(const void *from, void *into)
+    cublasStatus_t multiply(const void *from, void *into, cudaStream_t stream = nullptr)
     {
         float one = 1, beta = 0.5f;
         return cublasLtMatmul(handle, how, &one, from, a, B, b, &beta, into, d, into, d, &algorithm, workspace, 4096,
-                              nullptr);
+                              stream);
     }
 };
 
@@ -386,15 +477,42 @@ static void test_product_faults(void)
     CHECK(lt.plan(16) == CUBLAS_STATUS_NOT_SUPPORTED, "9 is no multiple of 8");
 }
 
+/* Two products at a time, of two streams, with one workspace. */
+static void test_product_workspace(void)
+{
+    TEST("cublasLt: a workspace that two products use at a time shows at times, in one stream never");
+    Lt lt(CUBLASLT_EPILOGUE_DEFAULT);
+    cudaStream_t first, second;
+    cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking);
+    cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking);
+    float *D = Lt::matrix(Lt::LD * Lt::NN, 0);
+    CHECK(lt.plan(16) == CUBLAS_STATUS_SUCCESS, "no algorithm");
+    auto run = [&](cudaStream_t other) {
+        cudaMemset(D, 0, Lt::LD * Lt::NN * sizeof *D);
+        cudaMemset(lt.D, 0, Lt::LD * Lt::NN * sizeof *D);
+        lt.multiply(lt.A, lt.D, first);
+        lt.multiply(lt.A, D, other);
+        cudaDeviceSynchronize();
+        return std::isnan(D[0]) || std::isnan(lt.D[0]) ? 0.0f : 1.0f;
+    };
+    CHECK_OUTCOME(always, outcomes_of(1, [&] { return run(first); }));
+    CHECK_OUTCOME(at_times, outcomes_of(1, [&] { return run(second); }));
+    cudaStreamDestroy(first);
+    cudaStreamDestroy(second);
+    cudaFree(D);
+}
+
 int main(void)
 {
     test_order();
     test_events();
     test_graphs();
+    test_forks();
     test_copies();
     for (cublasLtEpilogue_t epilogue : {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU_AUX,
                                         CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU})
         test_product(epilogue);
     test_product_faults();
+    test_product_workspace();
     return test_end();
 }
