@@ -468,7 +468,7 @@ static int train(Trainer *t)
     write_report(t, "");
     while (t->state.step < t->last && !process_stop) {
         double began = display_clock();
-        range_begin("update");
+        range_begin(updates ? "update" : "first update"); /* where what is needed is found out and tried, once */
         int failed = update(t, &loss, &norm, &lr);
         range_end();
         if (failed) return t->prefetch_failed ? save_after_fault(t) : -1;

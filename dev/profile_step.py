@@ -5,9 +5,10 @@
     python3 dev/profile_step.py --batch 64 --attention flash_simt
 
 The options of train_gpt that are given go behind those of GPT-2 124M in bf16, 16 x 1024 tokens a step, and win over them.
-Three runs: one without the profiler for the time of a step; one of two steps under ncu that only counts launches; one of
-three steps, of which ncu measures exactly the last. Kernels run one after another there, with clocks and caches as they
-come. Copies and memsets are no kernels, so they, and the gaps, are what the kernels leave of the step.
+Two runs: one without the profiler for the time of a step; one of three steps, of which ncu measures the second and the third
+(by the trainer's ranges; the first tries products) and the table has the third. Kernels run one after another there, without
+a graph, with clocks and caches as they come. Copies and memsets are no kernels, so they, and the gaps, are what the kernels
+leave of the step; kernels that a graph does at the same time may add up to more than it.
 
 Floors: a product, and attention as a whole, cannot take less than its operations at the GPU's peak (as train_gpt knows it;
 causal attention counted by half); any other kernel not less than the bytes that it moved through DRAM, at the rate of a
@@ -37,7 +38,6 @@ from bench import Failed  # noqa: E402
 
 STANDARD = "--model gpt2 --vocab 50257 --seq 1024 --batch 16 --dtype bf16".split()
 TIME, BYTES = "gpu__time_duration.sum", "dram__bytes.sum"
-COUNT_METRIC = "launch__grid_size"  # needs no hardware counter, so that counting is quick
 LAST_KERNEL = "adamw_kernel"  # ends every step
 STEPS = 30  # measured without the profiler, after as many warm ones as in the bench
 SECONDS = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1, "second": 1}
@@ -108,13 +108,16 @@ def shorten(name):
     return name if len(name) <= 60 else name[:57] + "..."
 
 
-def find_step(launches):
-    """(launches before the third step, launches of a step) of a run whose first two steps are these."""
+def last_step(launches):
+    """The launches of the second of two steps, which are alike."""
     ends = [i for i, launch in enumerate(launches) if LAST_KERNEL in launch.name]
     if len(ends) != 2 or ends[1] != len(launches) - 1:
         raise Failed(f"{LAST_KERNEL} is launch {', '.join(map(str, ends)) or 'none'} of {len(launches)} in two steps, "
                      "expected two, one of them the last: dev/profile_step.py no longer knows what ends a step")
-    return len(launches), ends[1] - ends[0]
+    steps = launches[:ends[0] + 1], launches[ends[0] + 1:]
+    if len(steps[0]) != len(steps[1]):
+        raise Failed(f"the second step has {len(steps[0])} launches and the third {len(steps[1])}, expected as many")
+    return steps[1]
 
 
 # --- what the launches are ----------------------------------------------------------------------------------------------
@@ -200,18 +203,18 @@ def value_of(words, option):
     return int(value)
 
 
-def run_ncu(options, metrics, steps, *more):
-    """Launches that ncu sees in a run of some steps."""
+def run_ncu(options):
+    """The launches of the second and the third step."""
     folder = tempfile.mkdtemp(prefix="flashgpt-profile-")
     log = os.path.join(folder, "ncu.csv")
     command = [options.ncu, "--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "demangled",
-               "--clock-control", "none", "--cache-control", "none", "--metrics", ",".join(metrics), "--log-file", log,
-               *more, bench.TRAIN, *options.train, "--no-graph", "--steps", str(steps)]
+               "--clock-control", "none", "--cache-control", "none", "--metrics", f"{TIME},{BYTES}", "--log-file", log,
+               "--nvtx", "--nvtx-include", "update/", bench.TRAIN, *options.train, "--no-graph", "--steps", "3"]
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # else the trainer starts itself anew to set it, and ncu may lose it
     try:
         bench.run_measured(command)
         with open(log) as file:
-            return parse_ncu(file.read(), metrics)
+            return parse_ncu(file.read())
     except OSError:
         raise Failed(f"{options.ncu} wrote no {log}") from None
     finally:
@@ -279,17 +282,12 @@ def profile(options):
         shown = " ".join(options.train)
         options.train += ["--train", shard, "--device", "cuda", "--eval-every", "0", "--save-every", "0", "--warmup", "0"]
         milliseconds, model, peak, attention = run_plain(options, folder)
-        skip, count = find_step(run_ncu(options, [COUNT_METRIC], 2))
-        launches = run_ncu(options, [TIME, BYTES], 3, "--launch-skip", str(skip), "--launch-count", str(count))
+        launches = last_step(run_ncu(options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    ends_with = shorten(launches[-1].name) if launches else "none"
-    if len(launches) != count or LAST_KERNEL not in ends_with:
-        raise Failed(f"the third step has {len(launches)} launches and ends with {ends_with}, expected {count} and "
-                     f"{LAST_KERNEL}, as in the second")
     rows = make_rows(launches, model, bandwidth, peak)
     kernels = 1e3 * sum(launch.seconds for launch in launches)
-    words = (f"{shown}, attention {attention}: a step takes {milliseconds:.3f} ms, its {count} kernels {kernels:.3f} ms one "
+    words = (f"{shown}, attention {attention}: a step takes {milliseconds:.3f} ms, its {len(launches)} kernels {kernels:.3f} ms one "
              f"by one; floors by {1e-9 * bandwidth:.0f} GB/s" + (f" and {1e-12 * peak:.0f} TFLOP/s" if peak else ""))
     print(words)
     print_table(rows)

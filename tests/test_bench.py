@@ -468,10 +468,15 @@ def test_ncu():
     with test("profile_step.py: a step ends with its update, or the profile is refused"):
         launch = [profile_step.Launch(name, "", 0, 0) for name, _, _ in made_up_step(1, 1)]
         n = len(launch)
-        check(profile_step.find_step([launch[0]] * 4 + 2 * launch) == (2 * n + 4, n), n)
+        check(profile_step.last_step(2 * launch) == launch, n)
+        try:
+            profile_step.last_step([launch[0]] * 4 + 2 * launch)
+            check(False, "steps of different launches are taken")
+        except bench.Failed as failure:
+            check(f"{n + 4} launches" in str(failure), failure)
         for wrong in (launch, 3 * launch, 2 * launch + launch[:1], []):
             try:
-                profile_step.find_step(wrong)
+                profile_step.last_step(wrong)
                 check(False, f"{len(wrong)} launches were taken for two steps of {n}")
             except bench.Failed as failure:
                 check("adamw_kernel" in str(failure), failure)
@@ -561,9 +566,11 @@ def test_rows():
         check("sm90_xmma_gemm_bf16" in {row["kernel"] for row in rows}, rows)
     with test("profile_step.py: the order of products is that of layers/gpt.c"):
         with open(os.path.join(ROOT, "layers", "gpt.c")) as file:
-            calls = re.findall(r"be->linear_(gelu_forward|forward|backward_input|backward_weight)\([^;]*?GPT_"
-                               r"(QKV|PROJ|FC|FCPROJ)_W", file.read())
-        found = [f"{name.lower()} {way.replace('gelu_', '').replace('_', ' ')}" for way, name in calls]
+            calls = re.findall(r"=\s*(weight_backward)\(gpt, GPT_(QKV|PROJ|FC|FCPROJ)_W|"
+                               r"be->linear_(gelu_forward|forward|backward_input)\([^;]*?GPT_(QKV|PROJ|FC|FCPROJ)_W",
+                               file.read())
+        ways = {"weight_backward": "backward weight", "gelu_forward": "forward", "backward_input": "backward input"}
+        found = [f"{(of or name).lower()} {ways.get(weight or way, way)}" for weight, of, way, name in calls]
         check(found == [name for name, _ in profile_step.FORWARD + profile_step.BACKWARD], found)
 
 
@@ -572,18 +579,14 @@ def test_profile():
 import sys
 sys.path[:0] = [{HERE!r}, {os.path.join(ROOT, 'dev')!r}]
 words = sys.argv[1:]
-value = lambda option, standard: int(words[words.index(option) + 1]) if option in words else standard
 import test_bench
-steps = int(words[-1])
-kernels = [("setup_kernel", 1, 1)] * 3 + test_bench.made_up_step(1, 2) * steps
-first = value("--launch-skip", 0)
-kernels = kernels[first:first + value("--launch-count", len(kernels))]
+kernels = test_bench.made_up_step(1, 2) * (int(words[-1]) - 1)
+if words[words.index("--nvtx-include") + 1] != "update/":
+    kernels = [("setup_kernel", 1, 1)] * 3 + test_bench.made_up_step(1, 2) + kernels
 text = test_bench.ncu_csv(kernels)
-if "launch__grid_size" in words:
-    text = text.replace("dram__bytes.sum", "launch__grid_size").replace('"byte"', '""')
 open(words[words.index("--log-file") + 1], "w").write(text)
 """)
-    with test("profile_step.py: counts two steps, measures the third, writes table and CSV"):
+    with test("profile_step.py: measures the steps behind the first, writes table and CSV"):
         kept, bench.TRAIN = bench.TRAIN, path("bin", "train_gpt")
         arguments = ["--bandwidth", "4000", "--out", path("profile.csv"), "--dtype=fp32", "--model=",
                      *"--layers 1 --heads 2 --dim 16 --vocab 257 --seq 32 --batch 2".split()]
