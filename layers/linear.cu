@@ -121,16 +121,16 @@ static float algorithm_time(const ProductPlan *plan, const cublasLtMatmulAlgo_t 
     return 1e3f * milliseconds / (float)repeats;
 }
 
-/* The fastest of the candidates, by the best of some rounds in which each runs for about half a millisecond; another than the library's
- * first only where it gains what is more than noise. What is overwritten may be overwritten often; what would add up is done in
- * memory taken for the trial, and where there is none the first it is. */
+/* The first of the candidates that is about as fast as the fastest, by the best of some rounds in which each runs for about half a
+ * millisecond: so the library's order decides where noise would, and another run chooses alike. What is overwritten may be overwritten
+ * often; what would add up is done in memory taken for the trial, and where there is none it is the first. */
 static int candidates_measure(const ProductPlan *plan, const cublasLtMatmulHeuristicResult_t *candidates, int count, const ProductCall *call,
                               Stream *stream)
 {
     enum { ROUNDS = 3, SHARE = 500 /* microseconds */, MOST = 16 };
-    const float GAIN = 0.98f;
+    const float ALIKE = 1.03f;
     void *out = call->out;
-    float best[CANDIDATES], first;
+    float best[CANDIDATES], first, fastest = -1;
     if (plan->key.beta) {
         size_t bytes = (size_t)(plan->key.m * plan->key.n) * (plan->key.out_type == CUDA_R_32F ? 4 : 2);
         if (cudaMalloc(&out, bytes) != cudaSuccess) {
@@ -140,17 +140,18 @@ static int candidates_measure(const ProductPlan *plan, const cublasLtMatmulHeuri
         CUDA_CHECK(cudaMemsetAsync(out, 0, bytes, stream->stream));
     }
     first = algorithm_time(plan, &candidates[0].algo, call, out, 2, stream);
-    int repeats = first > 0 && first * MOST > SHARE ? (int)(SHARE / first) + 1 : MOST, fastest = 0;
+    int repeats = first > 0 && first * MOST > SHARE ? (int)(SHARE / first) + 1 : MOST, chosen = 0;
     for (int round = 0; round < ROUNDS; round++)
         for (int i = 0; i < count; i++) {
             if (round && best[i] < 0) continue;
             float time = algorithm_time(plan, &candidates[i].algo, call, out, repeats, stream);
             if (!round || time < best[i]) best[i] = time;
         }
-    for (int i = 1; i < count; i++)
-        if (best[i] > 0 && (best[fastest] < 0 || best[i] < best[fastest])) fastest = i;
     if (plan->key.beta) CUDA_CHECK(cudaFree(out));
-    return best[0] > 0 && best[fastest] > GAIN * best[0] ? 0 : fastest;
+    for (int i = 0; i < count; i++)
+        if (best[i] > 0 && (fastest < 0 || best[i] < fastest)) fastest = best[i];
+    while (chosen < count - 1 && !(best[chosen] > 0 && best[chosen] <= ALIKE * fastest)) chosen++;
+    return fastest > 0 ? chosen : 0;
 }
 
 /* Describes the product and finds its algorithm. aux_ld: row length of the pre-activation. */
