@@ -89,7 +89,14 @@ KERNELS += $(patsubst dev/attention/%.cu,$(BUILD)/attention/%.so,$(wildcard dev/
 endif
 LIBATTENTION := $(BUILD)/libattention.so
 
-.PHONY: all run test test-c test-simt test-emulated emulated tests fuzz bench bench-torch profile trace kernels libattention clean help
+# Kernels that were built from a source that is gone since, or has another name now: they would be tested and timed on. Make
+# knows its own by their .so.d; a .so that somebody put there stays.
+gone = $(if $(wildcard $(firstword $(filter %.c %.cu,$(shell cat $1)))),,$1)
+STALE := $(foreach file,$(wildcard $(BUILD)/attention/*.so.d),$(call gone,$(file)))
+STALE_KERNELS := $(filter-out $(KERNELS),$(STALE:.d=))
+
+.PHONY: all run test test-c test-simt test-emulated emulated tests fuzz bench bench-torch profile trace kernels stale \
+        libattention clean help
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -102,13 +109,13 @@ test: all $(TESTS) $(SIMT_TESTS) kernels $(LIBATTENTION)  ## build and run every
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(if $(CUDA_ARCH),--gpu-report tests/gpu_report.txt) \
 	    $(TESTS) $(SIMT_TESTS) $(wildcard tests/test_*.py)
 
-test-c: $(TESTS) $(KERNELS)  ## the test programs in C alone (with DEBUG=1: under sanitizers)
+test-c: $(TESTS) $(KERNELS) stale  ## the test programs in C alone (with DEBUG=1: under sanitizers)
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) CC="$(CC)" $(PYTHON) tests/run.py $(TESTS)
 
 # Kernels file by file, then all of the GPU's backend: the ordinary tests and the trainer, built with SIMT=1.
 EMULATED := $(BUILD)/emulated
 EMULATED_TESTS := $(if $(SIMT_CXX),tests/test_cuda_layers tests/test_cuda_gpt tests/test_attention tests/test_decode)
-emulated: $(TRAIN) $(KERNELS) $(EMULATED_TESTS:%=$(BUILD)/%)
+emulated: $(TRAIN) $(KERNELS) stale $(EMULATED_TESTS:%=$(BUILD)/%)
 test-simt: $(SIMT_TESTS) test-emulated  ## the GPU code on the CPU, under the emulation of tests/simt and sanitizers
 	@BUILD=$(BUILD) CC="$(CC)" FLASHGPT_SANITIZE=1 $(PYTHON) tests/run.py $(SIMT_TESTS)
 
@@ -124,7 +131,7 @@ fuzz:  ## feed damaged files to every reader, under sanitizers: make fuzz [SECON
 	build/debug/tests/fuzz_readers $(SECONDS_TO_FUZZ)
 SECONDS_TO_FUZZ ?= 60
 
-bench: all $(BENCHES) $(KERNELS)  ## measure speed and memory; tables on stdout and in dev/results
+bench: all $(BENCHES) $(KERNELS) stale  ## measure speed and memory; tables on stdout and in dev/results
 	@BUILD=$(BUILD) TRAIN=$(TRAIN) $(PYTHON) dev/bench.py $(BENCHES)
 
 bench-torch: $(LIBATTENTION)  ## the attention kernels beside PyTorch's, verified and timed on the same tensors
@@ -137,7 +144,10 @@ KERNEL_TOOLS := $(BUILD)/tests/test_attention $(BUILD)/dev/bench_attention
 trace: all  ## the timeline of a short run with its ranges by name, for Nsight Systems: build/trace.nsys-rep (needs nsys)
 	@sh dev/trace.sh ./$(TRAIN) build/trace
 
-kernels: $(KERNELS) $(KERNEL_TOOLS)  ## build the kernels of dev/attention as build/attention/*.so, their checker and bench
+kernels: $(KERNELS) stale $(KERNEL_TOOLS)  ## build dev/attention as build/attention/*.so, with checker and bench
+
+stale:
+	$(if $(STALE_KERNELS),rm -f $(STALE_KERNELS) $(STALE_KERNELS:=.d))
 
 libattention: $(LIBATTENTION)  ## build the attention kernels as a library for PyTorch (dev/torch_attention.py)
 
@@ -223,8 +233,11 @@ $(BUILD)/attention/%.so: dev/attention/%.cu $(EXPORTS) $(BUILD)/flags
 	$(if $(filter 0,$(SIMT)),$(NVCC) $(NVCCFLAGS) -Xlinker ,$(SIMT_CXX) -x c++ $(SIMT_BACKEND_FLAGS) \
 	    -Wl,)--version-script=$(EXPORTS) -MMD -MP -MF $@.d -shared $< -o $@
 
+# From .c to .cu or back: the old .so may be newer than the new source.
+$(filter $(KERNELS),$(STALE:.d=)): force
+
 $(LIBATTENTION): $(filter $(BUILD)/attention/%,$(OBJECTS)) $(EXPORTS)
 	$(LINK) -shared $(filter %.o,$^) -o $@ $(if $(CUDA_ARCH),-Xlinker ,-Wl,)--version-script=$(EXPORTS) \
 	    $(if $(CUDA_ARCH),-lcublas -lcublasLt) -lm -ldl -lpthread
 
--include $(shell find $(BUILD) -maxdepth 3 -name '*.d' 2>/dev/null)
+-include $(filter-out $(STALE),$(shell find $(BUILD) -maxdepth 3 -name '*.d' 2>/dev/null))

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The Makefile: flags of the caller are added to its own; a detection that failed is not remembered."""
+"""The Makefile: flags of the caller are added to its own; a detection that failed is not remembered; kernels whose source is
+gone do not stay."""
 import os
 import shutil
 import subprocess
@@ -46,6 +47,30 @@ def main():
             os.chmod(late, 0o755)
             status, output = make(f"CC={late}", "-n", OBJECT)
             check(status == 0 and "error.c" in output, status, output)
+        with test("a kernel whose source is gone or was renamed does not stay; a .so that make did not build does"):
+            folder = os.path.join("build", VARIANT, "attention")
+            os.makedirs(os.path.join(ROOT, folder), exist_ok=True)
+
+            def place(name, source):
+                with open(os.path.join(ROOT, folder, name), "w") as file:
+                    file.write("not an object\n")
+                if source:
+                    with open(os.path.join(ROOT, folder, name + ".d"), "w") as file:
+                        file.write(f"{folder}/{name}: {source} \\\n attention/attention.h\nattention/attention.h:\n")
+            place("gone.so", "dev/attention/gone.c")
+            place("online.so", "dev/attention/gone.cu")
+            place("own.so", None)
+            status, output = make(f"CC={REAL}", "kernels", "KERNEL_TOOLS=")
+            found = {name for name in os.listdir(os.path.join(ROOT, folder)) if ".so" in name}
+            wanted = {"own.so", *(name + end for name in ("naive.so", "online.so") for end in ("", ".d"))}
+            check(status == 0 and found >= wanted and not found & {"gone.so", "gone.so.d"}, status, found, output)
+            with open(os.path.join(ROOT, folder, "online.so"), "rb") as file:
+                check(file.read(4) == b"\x7fELF", "the renamed kernel was not built again:", output)
+            for goal in ("kernels", "test", "test-c", "bench", "emulated"):
+                place("gone.so", "dev/attention/gone.c")
+                status, output = make(f"CC={REAL}", "-n", goal)
+                lines = [line for line in output.splitlines() if line.startswith("rm -f") and "gone.so" in line]
+                check(status == 0 and len(lines) == 1 and "own.so" not in lines[0], goal, status, lines or output[-500:])
     finally:
         shutil.rmtree(os.path.join(ROOT, "build", VARIANT), ignore_errors=True)
         FOLDER.cleanup()
