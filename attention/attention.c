@@ -3,7 +3,7 @@
  * A version takes part by one line in `kernels` below; nothing else in the tree names it. Versions from outside come in as
  * shared objects that export `attention_kernel`. Such an object was compiled elsewhere and perhaps long ago, so everything
  * that can be checked without calling it is checked first: that it opens, has the symbol, was built against this ABI
- * number, runs on this device, and has every field filled in.
+ * number, runs on this device, has every field filled in, and names that a terminal and a table can take.
  */
 #include "attention/attention.h"
 
@@ -23,6 +23,8 @@ extern const AttentionKernel attention_flash_mma, attention_flash_tf32, attentio
 
 /* That a kernel may ask for: sums of more could wrap. */
 #define MOST_BYTES ((size_t)1 << 60)
+/* Bytes of a kernel's texts, as attention.h has them. */
+enum { NAME_MOST = 63, SUMMARY_MOST = 255 };
 
 static const AttentionKernel *const kernels[] = {
 #ifdef HAVE_CUDA
@@ -121,6 +123,42 @@ static const char *missing_field(const AttentionKernel *kernel)
     return NULL;
 }
 
+static int is_name_byte(unsigned char c)
+{
+    return (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || c == '_';
+}
+
+/* A control character, also one of those beyond ASCII in UTF-8, U+0080 to U+009F. */
+static int is_control(const unsigned char *c)
+{
+    return *c < 0x20 || *c == 0x7f || (*c == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0);
+}
+
+/* What keeps a kernel's name and summary from being printed, written to `text` as a fragment; NULL where nothing does. */
+static const char *text_fault(const AttentionKernel *kernel, char *text, size_t size)
+{
+    const unsigned char *name = (const unsigned char *)kernel->name, *summary = (const unsigned char *)kernel->summary;
+    int at = 0;
+    while (at <= NAME_MOST && is_name_byte(name[at])) at++;
+    if (at > NAME_MOST) {
+        snprintf(text, size, "its name is longer than %d bytes", (int)NAME_MOST);
+        return text;
+    }
+    if (name[at]) {
+        snprintf(text, size, "its name has the byte 0x%02x at position %d, expected letters, digits and '_' only", name[at],
+                 at);
+        return text;
+    }
+    for (at = 0; at <= SUMMARY_MOST && summary[at] && !is_control(summary + at);) at++;
+    if (at > SUMMARY_MOST) {
+        snprintf(text, size, "its summary is longer than %d bytes", (int)SUMMARY_MOST);
+        return text;
+    }
+    if (!summary[at]) return NULL;
+    snprintf(text, size, "its summary has the byte 0x%02x at position %d, expected one line of text", summary[at], at);
+    return text;
+}
+
 /* Opens the shared object at `path` and checks what it exports, save for the shape. */
 static const AttentionKernel *load_kernel(const char *path, AttentionDevice device, char *error, size_t error_size)
 {
@@ -146,7 +184,8 @@ static const AttentionKernel *load_kernel(const char *path, AttentionDevice devi
         return NULL;
     }
     const AttentionKernel *kernel = dlsym(object, "attention_kernel");
-    const char *missing = NULL;
+    const char *missing = NULL, *fault = NULL;
+    char text[128];
     if (!kernel)
         snprintf(error, error_size, "%s exports no symbol 'attention_kernel'", path);
     else if (kernel->abi != ATTENTION_ABI)
@@ -154,6 +193,8 @@ static const AttentionKernel *load_kernel(const char *path, AttentionDevice devi
                  kernel->abi, ATTENTION_ABI);
     else if ((missing = missing_field(kernel)) != NULL)
         snprintf(error, error_size, "%s exports an incomplete attention_kernel: its field '%s' is empty", path, missing);
+    else if ((fault = text_fault(kernel, text, sizeof text)) != NULL)
+        snprintf(error, error_size, "%s exports a faulty attention_kernel: %s", path, fault);
     else if (kernel->device != device)
         snprintf(error, error_size, "attention kernel '%s' of %s runs on %s, this run is on %s", kernel->name, path,
                  device_name(kernel->device), device_name(device));

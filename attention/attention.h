@@ -60,8 +60,8 @@ typedef struct AttentionOutput {
 typedef struct AttentionKernel {
     int abi;                /* ATTENTION_ABI as the kernel was compiled with */
     AttentionDevice device; /* where the pointers of a call must live */
-    const char *name;       /* what --attention takes: letters, digits, '_' */
-    const char *summary;    /* one line for --list-attention */
+    const char *name;       /* what --attention takes: letters, digits, '_', at most 63 */
+    const char *summary;    /* one line for --list-attention, at most 255 bytes */
 
     /* NULL where this version computes `shape` correctly on a GPU of compute capability `sm` (90 for 9.0; 0 on the CPU),
      * else the reason as a sentence fragment ("needs sm_80 or later, this GPU is sm_75"). */

@@ -432,6 +432,8 @@ static int build_object(const char *path, const char *body)
     return status ? -1 : 0;
 }
 
+#define LONGEST "a_name_as_long_as_a_kernels_may_be_63_letters_digits_or_under__" /* 63 bytes */
+
 static void test_objects(void)
 {
     static const char pieces[] =
@@ -446,17 +448,26 @@ static void test_objects(void)
         "    const AttentionShape *p, void *t)\n"
         "{ return (void)q, (void)k, (void)v, (void)w, (void)o, (void)Q, (void)K, (void)V, (void)O, (void)L, (void)s,\n"
         "         (void)p, (void)t, \"no\"; }\n"
-        "const AttentionKernel %s = {%d, %s, %s, \"outside\", refuse, bytes, bytes, forward, %s};\n";
-    static const struct { const char *what, *symbol, *device, *name, *backward, *words; int abi; } cases[] = {
-        {"a good one", "attention_kernel", "ATTENTION_CPU", "\"outside\"", "backward", NULL, ATTENTION_ABI},
-        {"another ABI", "attention_kernel", "ATTENTION_CPU", "\"outside\"", "backward", "ABI 77, this program has", 77},
-        {"no symbol", "something_else", "ATTENTION_CPU", "\"outside\"", "backward", "no symbol 'attention_kernel'",
-         ATTENTION_ABI},
-        {"another device", "attention_kernel", "ATTENTION_CUDA", "\"outside\"", "backward", "this run is on cpu",
-         ATTENTION_ABI},
-        {"no backward", "attention_kernel", "ATTENTION_CPU", "\"outside\"", "0", "its field 'backward' is empty",
-         ATTENTION_ABI},
-        {"no name", "attention_kernel", "ATTENTION_CPU", "0", "backward", "its field 'name' is empty", ATTENTION_ABI},
+        "const AttentionKernel %s = {%d, %s, %s, %s, refuse, bytes, bytes, forward, %s};\n";
+    /* Fields as C has them; 0 or NULL: as the good one's. words: of the sentence that refuses it, NULL where none does. */
+    static const struct { const char *what, *words, *symbol, *device, *name, *summary, *backward; int abi; } cases[] = {
+        {.what = "a good one"},
+        {"another ABI", "ABI 77, this program has", .abi = 77},
+        {"no symbol", "no symbol 'attention_kernel'", .symbol = "something_else"},
+        {"another device", "this run is on cpu", .device = "ATTENTION_CUDA"},
+        {"no backward", "its field 'backward' is empty", .backward = "0"},
+        {"no name", "its field 'name' is empty", .name = "0"},
+        {"a name that clears the screen", "its name has the byte 0x1b at position 3, expected", .name = "\"out\\33[2J\""},
+        {"a name that breaks a table", "its name has the byte 0x2c at position 1, expected", .name = "\"a,b\""},
+        {"a name beyond ASCII", "its name has the byte 0xc3 at position 3, expected", .name = "\"sch\\303\\266n\""},
+        {"the longest name", .name = "\"" LONGEST "\""},
+        {"a longer name", "its name is longer than 63 bytes", .name = "\"" LONGEST "_\""},
+        {"a summary of two lines", "its summary has the byte 0x0a at position 3, expected", .summary = "\"one\\ntwo\""},
+        {"a summary that UTF-8's controls are in", "its summary has the byte 0xc2 at position 0, expected",
+         .summary = "\"\\302\\233two\""},
+        {"a summary beyond ASCII", .summary = "\"sch\\303\\266n\""},
+        {"an endless summary", "its summary is longer than 255 bytes",
+         .summary = "\"" LONGEST "_" LONGEST "_" LONGEST "_" LONGEST "_\""},
     };
     AttentionShape shape = shape_of(1, 1, 16, 8, DTYPE_FP32), hated = shape_of(1, 1, 16, 99, DTYPE_FP32);
     AttentionShape endless = shape_of(1, 1, 16, 98, DTYPE_FP32);
@@ -469,14 +480,17 @@ static void test_objects(void)
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
         TEST("a shared object with %s", cases[k].what);
         snprintf(path, sizeof path, "%s/case%zu.so", folder, k);
-        snprintf(body, sizeof body, pieces, cases[k].symbol, cases[k].abi, cases[k].device, cases[k].name,
-                 cases[k].backward);
+        const char *name = cases[k].name, *summary = cases[k].summary;
+        snprintf(body, sizeof body, pieces, cases[k].symbol ? cases[k].symbol : "attention_kernel",
+                 cases[k].abi ? cases[k].abi : ATTENTION_ABI, cases[k].device ? cases[k].device : "ATTENTION_CPU",
+                 name ? name : "\"outside\"", summary ? summary : "\"outside\"",
+                 cases[k].backward ? cases[k].backward : "backward");
         if (build_object(path, body)) {
             SKIP("no C compiler that builds a shared object (set CC)");
             continue;
         }
-        check_choice(path, ATTENTION_CPU, &shape, cases[k].words ? NULL : "outside", cases[k].words);
-        if (!cases[k].words) {
+        check_choice(path, ATTENTION_CPU, &shape, cases[k].words ? NULL : name ? LONGEST : "outside", cases[k].words);
+        if (k == 0) {
             check_choice(path, ATTENTION_CPU, &hated, NULL, "'outside' cannot run here: hates 99");
             check_choice(path, ATTENTION_CPU, &endless, NULL, "'outside' asks for 18446744073709551615 bytes of saved");
         }
