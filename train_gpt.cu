@@ -128,10 +128,9 @@ static int setup_attention(Trainer *t)
     shape.tf32 = t->gpt_options.tf32;
     int sm = t->backend->sm(t->stream);
     t->peak = t->backend->peak_tflops(t->stream);
-    if (t->options.list_attention) {
-        attention_list(t->backend->device, &shape, sm);
-        return 0;
-    }
+    if (t->options.list_attention)
+        return attention_list(t->options.attention, t->backend->device, &shape, sm, t->error.text, sizeof t->error.text)
+                   ? STATUS_OPTION : 0;
     t->attention = attention_choose(t->options.attention, t->backend->device, &shape, sm, t->error.text, sizeof t->error.text);
     return t->attention ? 0 : STATUS_OPTION;
 }

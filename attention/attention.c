@@ -3,7 +3,7 @@
  * A version takes part by one line in `kernels` below; nothing else in the tree names it. Versions from outside come in as
  * shared objects that export `attention_kernel`. Such an object was compiled elsewhere and perhaps long ago, so everything
  * that can be checked without calling it is checked first: that it opens, has the symbol, was built against this ABI
- * number, runs on this device, has every field filled in, and names that a terminal and a table can take.
+ * number, has every field filled in, and names that a terminal and a table can take.
  */
 #include "attention/attention.h"
 
@@ -159,8 +159,8 @@ static const char *text_fault(const AttentionKernel *kernel, char *text, size_t 
     return text;
 }
 
-/* Opens the shared object at `path` and checks what it exports, save for the shape. */
-static const AttentionKernel *load_kernel(const char *path, AttentionDevice device, char *error, size_t error_size)
+/* Opens the shared object at `path` and checks what it exports, save for device and shape. */
+static const AttentionKernel *load_kernel(const char *path, char *error, size_t error_size)
 {
     char place[4096];
     /* The loader looks for a bare name in the system's library folders, not here. */
@@ -195,9 +195,6 @@ static const AttentionKernel *load_kernel(const char *path, AttentionDevice devi
         snprintf(error, error_size, "%s exports an incomplete attention_kernel: its field '%s' is empty", path, missing);
     else if ((fault = text_fault(kernel, text, sizeof text)) != NULL)
         snprintf(error, error_size, "%s exports a faulty attention_kernel: %s", path, fault);
-    else if (kernel->device != device)
-        snprintf(error, error_size, "attention kernel '%s' of %s runs on %s, this run is on %s", kernel->name, path,
-                 device_name(kernel->device), device_name(device));
     else
         return kernel;
     dlclose(object);
@@ -237,35 +234,62 @@ static const AttentionKernel *find_kernel(const char *name, AttentionDevice devi
     return NULL;
 }
 
+int attention_is_path(const char *choice)
+{
+    size_t length = strlen(choice);
+    return strchr(choice, '/') || (length > 3 && strcmp(choice + length - 3, ".so") == 0);
+}
+
+/* Why a kernel for the right device cannot compute the shape, NULL where it can; `text` is room for the sentence. */
+static const char *reason_against(const AttentionKernel *kernel, const AttentionShape *shape, int sm, char *text,
+                                  size_t size)
+{
+    const char *reason = kernel->refuse(shape, sm);
+    if (reason) return reason;
+    size_t saved = kernel->saved_bytes(shape), scratch = kernel->scratch_bytes(shape);
+    if (saved <= MOST_BYTES && scratch <= MOST_BYTES) return NULL;
+    snprintf(text, size, "it asks for %zu bytes of saved and %zu of scratch, expected at most %zu", saved, scratch,
+             MOST_BYTES);
+    return text;
+}
+
 const AttentionKernel *attention_choose(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm,
                                         char *error, size_t error_size)
 {
+    char text[160];
     if (strcmp(choice, "auto") == 0) return choose_best(device, shape, sm, error, error_size);
-    size_t length = strlen(choice);
-    int is_path = strchr(choice, '/') || (length > 3 && strcmp(choice + length - 3, ".so") == 0);
-    const AttentionKernel *kernel = is_path ? load_kernel(choice, device, error, error_size)
-                                            : find_kernel(choice, device, error, error_size);
+    const AttentionKernel *kernel = attention_is_path(choice) ? load_kernel(choice, error, error_size)
+                                                              : find_kernel(choice, device, error, error_size);
     if (!kernel) return NULL;
-    const char *reason = kernel->refuse(shape, sm);
-    if (reason) {
-        snprintf(error, error_size, "attention kernel '%s' cannot run here: %s", kernel->name, reason);
+    if (kernel->device != device) {
+        snprintf(error, error_size, "attention kernel '%s' of %s runs on %s, this run is on %s", kernel->name, choice,
+                 device_name(kernel->device), device_name(device));
         return NULL;
     }
-    size_t saved = kernel->saved_bytes(shape), scratch = kernel->scratch_bytes(shape);
-    if (saved > MOST_BYTES || scratch > MOST_BYTES) {
-        snprintf(error, error_size, "attention kernel '%s' asks for %zu bytes of saved and %zu of scratch, expected at most "
-                 "%zu", kernel->name, saved, scratch, MOST_BYTES);
-        return NULL;
-    }
-    return kernel;
+    const char *reason = reason_against(kernel, shape, sm, text, sizeof text);
+    if (!reason) return kernel;
+    snprintf(error, error_size, "attention kernel '%s' cannot run here: %s", kernel->name, reason);
+    return NULL;
 }
 
-void attention_list(AttentionDevice device, const AttentionShape *shape, int sm)
+/* A line of the list; `path` is where the kernel came from, NULL for one of the table. */
+static void list_kernel(const AttentionKernel *kernel, const char *path, AttentionDevice device, const AttentionShape *shape,
+                        int sm)
 {
-    for (size_t k = 0; k < kernel_count; k++) {
-        const AttentionKernel *kernel = kernels[k];
-        const char *reason = kernel->device == device ? kernel->refuse(shape, sm) : "for another device than this run's";
-        printf("%-12s %-5s %-3s %s%s%s%s\n", kernel->name, device_name(kernel->device), reason ? "no" : "ok",
-               kernel->summary, reason ? " (" : "", reason ? reason : "", reason ? ")" : "");
-    }
+    char text[160];
+    const char *reason = kernel->device == device ? reason_against(kernel, shape, sm, text, sizeof text)
+                                                  : "for another device than this run's";
+    printf("%-12s %-5s %-3s %s%s%s%s%s%s\n", kernel->name, device_name(kernel->device), reason ? "no" : "ok",
+           kernel->summary, path ? "; from " : "", path ? path : "", reason ? " (" : "", reason ? reason : "",
+           reason ? ")" : "");
+}
+
+int attention_list(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm, char *error,
+                   size_t error_size)
+{
+    const AttentionKernel *outside = attention_is_path(choice) ? load_kernel(choice, error, error_size) : NULL;
+    if (attention_is_path(choice) && !outside) return -1;
+    for (size_t k = 0; k < kernel_count; k++) list_kernel(kernels[k], NULL, device, shape, sm);
+    if (outside) list_kernel(outside, choice, device, shape, sm);
+    return 0;
 }

@@ -110,8 +110,14 @@ AttentionOutput attention_heads_output(void *o, const AttentionShape *shape);
 const AttentionKernel *attention_choose(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm,
                                         char *error, size_t error_size);
 
-/* Prints the table, one line a kernel: name, device, "ok" or the reason it refuses `shape` on `sm`, and its summary. */
-void attention_list(AttentionDevice device, const AttentionShape *shape, int sm);
+/* Whether a choice is the path of a shared object. */
+int attention_is_path(const char *choice);
+
+/* Prints the table, one line a kernel: name, device, "ok" or "no", its summary, and the reason where it refuses `shape` on
+ * `sm`; behind it the shared object that `choice` is the path of, if it is one. Returns 0, or -1 where that cannot be
+ * loaded, with a sentence and nothing printed. */
+int attention_list(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm, char *error,
+                   size_t error_size);
 
 #ifdef __cplusplus
 }

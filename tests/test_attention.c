@@ -492,7 +492,8 @@ static void test_objects(void)
         check_choice(path, ATTENTION_CPU, &shape, cases[k].words ? NULL : name ? LONGEST : "outside", cases[k].words);
         if (k == 0) {
             check_choice(path, ATTENTION_CPU, &hated, NULL, "'outside' cannot run here: hates 99");
-            check_choice(path, ATTENTION_CPU, &endless, NULL, "'outside' asks for 18446744073709551615 bytes of saved");
+            check_choice(path, ATTENTION_CPU, &endless, NULL, "'outside' cannot run here: it asks for "
+                         "18446744073709551615 bytes of saved");
         }
         unlink(path);
     }

@@ -4,6 +4,7 @@ and leaves what was there alone. Good input gets what --help promises."""
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -36,6 +37,26 @@ def refused(status, words, *options):
     check(len(lines) == 1 and lines[0].startswith("train_gpt: "), "expected one sentence on stderr, got:", err)
     for word in words:
         check(str(word) in err, f"'{word}' is missing in:", err)
+
+
+def build_kernel(path, change):
+    """A shared object of dev/attention/naive.c, changed by a statement in C as it is loaded; False without a compiler."""
+    with open(path + ".c", "w") as file:
+        file.write(f"""#define attention_kernel naive_kernel
+#include "dev/attention/naive.c"
+#undef attention_kernel
+AttentionKernel attention_kernel;
+static const char *refuse(const AttentionShape *shape, int sm)
+{{ return (void)shape, (void)sm, "has seen better shapes"; }}
+__attribute__((constructor)) static void prepare(void)
+{{ AttentionKernel kernel = naive_kernel; (void)refuse; {change} attention_kernel = kernel; }}
+""")
+    compiler = os.environ.get("CC", "cc").split() or ["cc"]
+    try:
+        done = subprocess.run([*compiler, "-I.", "-O1", "-fPIC", "-shared", path + ".c", "-o", path, "-lm"], cwd=ROOT)
+    except OSError:
+        return False
+    return done.returncode == 0
 
 
 def bad_options():
@@ -214,6 +235,26 @@ def good_use():
     with test("--list-attention prints every kernel and whether it can run"):
         status, out, err = train(*SMALL, "--list-attention", "--device", "cpu")
         check(status == 0 and "tiled" in out and "reference" in out and "ok" in out, out, err)
+    with test("--list-attention with --attention FILE.so lists that too, or says what is wrong with it"):
+        kernel = os.path.join(ROOT, os.environ.get("BUILD", "build"), "attention", "naive.so")
+        if not os.path.exists(kernel):
+            skip(f"{kernel} is not built: make kernels")
+        lists = [*SMALL, "--list-attention", "--device", "cpu", "--attention"]
+        status, out, err = train(*lists, kernel)
+        check(status == 0 and out.startswith("tiled ") and re.search(rf"^naive +cpu +ok .*; from {re.escape(kernel)}$", out,
+                                                                     re.M), out, err)
+        table = train(*lists[:-1])[1]
+        check(out.startswith(table) and train(*lists, "naive")[1] == table, "a name, known or not, changes the table")
+        other = os.path.join(TMP, "refuses.so")
+        if not build_kernel(other, 'kernel.refuse = refuse; kernel.name = "picky";'):
+            skip("no C compiler that builds a shared object (set CC)")
+        status, out, err = train(*lists, other)
+        check(status == 0 and re.search(r"^picky +cpu +no .*refuses\.so \(has seen better shapes\)$", out, re.M), out, err)
+        bad = os.path.join(TMP, "text.so")
+        with open(bad, "w") as file:
+            file.write("no object\n")
+        for path in (bad, os.path.join(TMP, "none.so")):
+            refused(2, ["attention kernel", path], *lists, path)
     with test("what a 0 turns off may have its details all the same"):
         status, out, err = train(*SMALL, "--eval-tokens", 9, "--hellaswag-every", 0, "--save-every", 0, "--sample-every", 0,
                                  "--prompt", "a", "--sample-tokens", 9, "--temperature", 1, "--top-k", 5, "--top-p", 0.9)

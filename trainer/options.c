@@ -86,7 +86,7 @@ static const OptionRow TABLE[] = {
     {"attention", OPTION_TEXT, FIELD(attention), "auto", 0, 0, "auto|NAME|FILE.so", MAY_CHANGE,
      "attention kernel: the fastest that can run, one by name, or one from a shared object"},
     {"list-attention", OPTION_FLAG, FIELD(list_attention), "0", 0, 1, NULL, NOT_KEPT,
-     "print the attention kernels and whether each can run this model here"},
+     "print the attention kernels, that of --attention FILE.so too, and whether each can run this model here"},
     {"recompute", OPTION_CHOICE, FIELD(recompute), "none", 0, 0, "none|gelu|block", MAY_CHANGE,
      "what the backward pass computes again to save memory"},
     {"deterministic", OPTION_FLAG, FIELD(deterministic), "0", 0, 1, NULL, MAY_CHANGE,
