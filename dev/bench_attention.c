@@ -8,7 +8,8 @@
  * random data in the packed layout of the trainer, the caches flushed before each; on a GPU events on the stream take them.
  * Operations are counted as the papers do: forward 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. The table
  * goes to stdout; that of all kernels on all default shapes also, with what it was measured on, to
- * dev/results/<machine>/attention.csv. A selection is written only where --out says.
+ * dev/results/<machine>/attention.csv. A selection is written only where --out says. Where two kernels have the same name,
+ * the file of one from outside stands behind it.
  */
 #include "tests/attention_gpu.h"
 
@@ -38,6 +39,7 @@ static int omp_get_max_threads(void) { return 1; }
 #define MAX_SHAPES 64
 #define MAX_KERNELS 64
 #define MAX_NAMES 16
+#define LABEL_BYTES 4352 /* a name and a path */
 #define FLUSH_BYTES_CPU ((size_t)96 << 20)
 #define FLUSH_BYTES_GPU ((size_t)256 << 20) /* more than the second-level cache of any GPU so far */
 #define RANDOM_BLOCK ((int64_t)1 << 22)     /* elements after which random data repeats */
@@ -56,10 +58,16 @@ typedef struct Timing {
     int runs;
 } Timing;
 
+typedef struct Entry {
+    const AttentionKernel *kernel;
+    const char *path;        /* of the shared object that it came from, NULL for one of the table */
+    char label[LABEL_BYTES]; /* its name; of one that shares it with another also its file */
+    double rate;             /* operations a second of forward and backward on the last shape; 0 before the first */
+} Entry;
+
 typedef struct Bench {
-    const AttentionKernel *kernels[MAX_KERNELS];
-    double rate[MAX_KERNELS]; /* operations a second of forward and backward on the last shape; 0 before the first */
-    int kernel_count, faults;
+    Entry entries[MAX_KERNELS];
+    int entry_count, label_width, faults;
     Machine machine;
     unsigned char *flush;
     FILE *csv;
@@ -233,18 +241,32 @@ static const char *time_kernel(const Bench *bench, const AttentionKernel *kernel
 
 static const char *const dtype_names[DTYPE_COUNT] = {"fp32", "bf16"};
 
-static void report(Bench *bench, const AttentionKernel *kernel, const AttentionShape *shape, const Timing *timing)
+/* A label as a field of a CSV. */
+static void put_label(FILE *csv, const char *label)
 {
+    int quoted = strpbrk(label, ",\"\n\r") != NULL;
+    if (quoted) fputc('"', csv);
+    for (; *label; label++) {
+        if (*label == '"') fputc('"', csv);
+        fputc(*label, csv);
+    }
+    if (quoted) fputc('"', csv);
+}
+
+static void report(const Bench *bench, const Entry *entry, const AttentionShape *shape, const Timing *timing)
+{
+    const AttentionKernel *kernel = entry->kernel;
     double operations = forward_operations(shape), unit = bench->machine.device == ATTENTION_CUDA ? 1e12 : 1e9;
     double forward = operations / timing->forward / unit, backward = 2.5 * operations / timing->backward / unit;
     double megabytes = (double)(kernel->scratch_bytes(shape) + kernel->saved_bytes(shape)) / 1e6;
-    printf("  %-16s %10.3f %10.3f %10.1f %10.1f %10.2f %6d\n", kernel->name, timing->forward * 1e3, timing->backward * 1e3,
-           forward, backward, megabytes, timing->runs);
-    if (bench->csv)
-        fprintf(bench->csv, "%s,%lld,%lld,%lld,%lld,%s,%.6g,%.6g,%.5g,%.5g,%.5g,%d,\"%s\",\"%s\",\"%s\",%s,%s\n",
-                kernel->name, (long long)shape->B, (long long)shape->NH, (long long)shape->T, (long long)shape->HS,
-                dtype_names[shape->dtype], timing->forward * 1e3, timing->backward * 1e3, forward, backward, megabytes,
-                timing->runs, bench->name, bench->built_with, bench->runs_with, bench->commit, bench->date);
+    printf("  %-*s %10.3f %10.3f %10.1f %10.1f %10.2f %6d\n", bench->label_width, entry->label, timing->forward * 1e3,
+           timing->backward * 1e3, forward, backward, megabytes, timing->runs);
+    if (!bench->csv) return;
+    put_label(bench->csv, entry->label);
+    fprintf(bench->csv, ",%lld,%lld,%lld,%lld,%s,%.6g,%.6g,%.5g,%.5g,%.5g,%d,\"%s\",\"%s\",\"%s\",%s,%s\n",
+            (long long)shape->B, (long long)shape->NH, (long long)shape->T, (long long)shape->HS, dtype_names[shape->dtype],
+            timing->forward * 1e3, timing->backward * 1e3, forward, backward, megabytes, timing->runs, bench->name,
+            bench->built_with, bench->runs_with, bench->commit, bench->date);
 }
 
 /* A problem of a shape, solved; in sampled rows where `rows` is not NULL. */
@@ -284,31 +306,33 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
     Problem problem = make_problem(small, rows);
     printf("B %lld, NH %lld, T %lld, HS %lld, %s\n", (long long)shape->B, (long long)shape->NH, (long long)shape->T,
            (long long)shape->HS, dtype_names[shape->dtype]);
-    printf("  %-16s %10s %10s %10s %10s %10s %6s\n", "kernel", "forward ms", "backward", unit, "backward", "memory MB",
-           "runs");
+    printf("  %-*s %10s %10s %10s %10s %10s %6s\n", bench->label_width, "kernel", "forward ms", "backward", unit, "backward",
+           "memory MB", "runs");
     Tensors tensors;
     int has_memory = tensors_create(bench, shape, &tensors) == 0;
-    for (int k = 0; k < bench->kernel_count; k++) {
-        const AttentionKernel *kernel = bench->kernels[k];
+    for (int k = 0; k < bench->entry_count; k++) {
+        Entry *entry = &bench->entries[k];
+        const AttentionKernel *kernel = entry->kernel;
+        int width = bench->label_width;
         Judgement judgement = {""};
         Timing timing = {0};
         const char *reason = needs_tf32(kernel, shape, bench->machine.sm) ? NULL : kernel->refuse(shape, bench->machine.sm);
-        double operations = 3.5 * forward_operations(shape), guess = bench->rate[k] ? operations / bench->rate[k] : 0;
+        double operations = 3.5 * forward_operations(shape), guess = entry->rate ? operations / entry->rate : 0;
         if (reason) {
-            printf("  %-16s refuses: %s\n", kernel->name, reason);
+            printf("  %-*s refuses: %s\n", width, entry->label, reason);
         } else if (!has_memory) {
-            printf("  %-16s left out: not enough memory for the tensors\n", kernel->name);
+            printf("  %-*s left out: not enough memory for the tensors\n", width, entry->label);
         } else if (guess > options->limit) {
-            printf("  %-16s left out: about %.1f s a run, the limit is %.1f s\n", kernel->name, guess, options->limit);
+            printf("  %-*s left out: about %.1f s a run, the limit is %.1f s\n", width, entry->label, guess, options->limit);
         } else if (verify(bench, kernel, &problem, rows, &judgement)) {
-            printf("  %-16s WRONG, not timed: %s\n", kernel->name, judgement.text);
+            printf("  %-*s WRONG, not timed: %s\n", width, entry->label, judgement.text);
             bench->faults++;
         } else if ((reason = time_kernel(bench, kernel, shape, &tensors, options->repeats, &timing)) != NULL) {
-            printf("  %-16s %s: %s\n", kernel->name, reason == no_memory ? "left out" : "failed", reason);
+            printf("  %-*s %s: %s\n", width, entry->label, reason == no_memory ? "left out" : "failed", reason);
             bench->faults += reason != no_memory;
         } else {
-            bench->rate[k] = operations / (timing.forward + timing.backward);
-            report(bench, kernel, shape, &timing);
+            entry->rate = operations / (timing.forward + timing.backward);
+            report(bench, entry, shape, &timing);
         }
         fflush(stdout);
     }
@@ -416,6 +440,11 @@ static void open_machine(Bench *bench, const char *device)
     exit(1);
 }
 
+static void add_kernel(Bench *bench, const AttentionKernel *kernel, const char *path)
+{
+    if (bench->entry_count < MAX_KERNELS) bench->entries[bench->entry_count++] = (Entry){.kernel = kernel, .path = path};
+}
+
 /* Adds the shared object at `path`. A wrong one is an error; one for another device is passed over unless it was named. */
 static void add_object(Bench *bench, const char *path, int named)
 {
@@ -432,7 +461,30 @@ static void add_object(Bench *bench, const char *path, int named)
         if (named) exit(2);
         return;
     }
-    if (bench->kernel_count < MAX_KERNELS) bench->kernels[bench->kernel_count++] = kernel;
+    for (int k = 0; k < bench->entry_count; k++) {
+        if (bench->entries[k].kernel != kernel) continue; /* the loader gives what it has where it is the same file */
+        if (!named) return;
+        fprintf(stderr, "%s is given twice, also as %s\n", path, bench->entries[k].path);
+        exit(2);
+    }
+    add_kernel(bench, kernel, path);
+}
+
+/* Gives every kernel a label of its own: its name, behind it its file where another has the same name. */
+static void label_kernels(Bench *bench)
+{
+    bench->label_width = 16;
+    for (int k = 0; k < bench->entry_count; k++) {
+        Entry *entry = &bench->entries[k];
+        const char *name = entry->kernel->name;
+        int shared = 0;
+        for (int other = 0; other < bench->entry_count; other++)
+            shared |= other != k && strcmp(bench->entries[other].kernel->name, name) == 0;
+        if (shared && entry->path) snprintf(entry->label, LABEL_BYTES, "%s (%s)", name, entry->path);
+        else snprintf(entry->label, LABEL_BYTES, "%s", name);
+        int width = (int)strlen(entry->label);
+        if (width > bench->label_width) bench->label_width = width;
+    }
 }
 
 /* The table, then the objects named, or those that `make kernels` has built. */
@@ -441,7 +493,7 @@ static void collect_kernels(Bench *bench, int count, char **paths)
     size_t table_count;
     const AttentionKernel *const *table = attention_table(&table_count);
     for (size_t k = 0; k < table_count; k++)
-        if (table[k]->device == bench->machine.device) bench->kernels[bench->kernel_count++] = table[k];
+        if (table[k]->device == bench->machine.device) add_kernel(bench, table[k], NULL);
     for (int k = 0; k < count; k++) add_object(bench, paths[k], 1);
     if (count) return;
     char pattern[512];
@@ -449,7 +501,7 @@ static void collect_kernels(Bench *bench, int count, char **paths)
     glob_t found = {0};
     snprintf(pattern, sizeof pattern, "%s/attention/*.so", build && *build ? build : "build");
     glob(pattern, 0, NULL, &found);
-    for (size_t k = 0; k < found.gl_pathc; k++) add_object(bench, found.gl_pathv[k], 0);
+    for (size_t k = 0; k < found.gl_pathc; k++) add_object(bench, strdup(found.gl_pathv[k]), 0);
     globfree(&found);
 }
 
@@ -457,13 +509,13 @@ static void collect_kernels(Bench *bench, int count, char **paths)
 static void keep_named(Bench *bench, const Options *options)
 {
     int kept = 0, found[MAX_NAMES] = {0};
-    for (int k = 0; k < bench->kernel_count; k++) {
+    for (int k = 0; k < bench->entry_count; k++) {
         int named = 0;
         for (int n = 0; n < options->name_count; n++)
-            if (strcmp(bench->kernels[k]->name, options->names[n]) == 0) named = found[n] = 1;
-        if (named) bench->kernels[kept++] = bench->kernels[k];
+            if (strcmp(bench->entries[k].kernel->name, options->names[n]) == 0) named = found[n] = 1;
+        if (named) bench->entries[kept++] = bench->entries[k];
     }
-    bench->kernel_count = kept;
+    bench->entry_count = kept;
     for (int n = 0; n < options->name_count; n++) {
         if (found[n]) continue;
         fprintf(stderr, "--kernel %s: no such kernel here\n", options->names[n]);
@@ -583,6 +635,7 @@ int main(int argc, char **argv)
     complete_options(&options, bench.machine.device);
     collect_kernels(&bench, argc - optind, argv + optind);
     if (options.name_count) keep_named(&bench, &options);
+    label_kernels(&bench);
     name_machine(&bench);
     open_csv(&bench, &options);
     printf("%s, %s, %s\n", bench.name, bench.runs_with, bench.built_with);

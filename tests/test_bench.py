@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -94,6 +95,27 @@ def test_program():
         check(status == 0 and files() == ["mine.csv"] and "reference" not in output, status, output, errors, files())
         status, _, errors = run("--kernel", "tiled", "--kernel", "nowhere")
         check(status == 2 and "nowhere" in errors and errors.count("\n") == 1, status, errors)
+
+
+    with test("bench_attention: kernels of the same name are told apart by their files; the same file twice is refused"):
+        kernel = os.path.join(BUILD, "attention", "naive.so")
+        if not os.path.exists(kernel) or not os.path.exists(PROGRAM):
+            skip(f"{kernel} is not built: make kernels")
+        copies = [path(name) for name in ("one.so", "another, one.so")]
+        for copy in copies:
+            shutil.copy(kernel, copy)
+        status, output, errors = run("--kernel", "tiled", "--kernel", "naive", "--out", "mine.csv", *copies)
+        rows = bench.read_rows(path("cwd", "mine.csv"))
+        wanted = ["tiled", *(f"naive ({copy})" for copy in copies)]
+        check(status == 0 and [row["kernel"] for row in rows] == wanted and all(row["forward_ms"] for row in rows), rows,
+              errors)
+        lines = output.splitlines()[2:]
+        check(all(line.startswith(f"  {label} ") for line, label in zip(lines[1:], wanted)), output)
+        check(len({len(line) for line in lines}) == 1, "the columns are not below each other:", output)
+        status, output, errors = run("--kernel", "naive", kernel)
+        check(status == 0 and "  naive  " in output, status, output, errors)
+        status, output, errors = run(copies[0], os.path.join(path(), ".", "one.so"))
+        check(status == 2 and "given twice" in errors and errors.count("\n") == 1, status, errors)
 
 
 # --- dev/bench_attention.py ---------------------------------------------------------------------------------------------
