@@ -264,10 +264,10 @@ class Subject:
 
 
 class Ours(Subject):
-    """A kernel of libattention.so; ValueError where it refuses the tensors."""
+    """A kernel of libattention.so or of a .so, called `label` in tables; ValueError where it refuses the tensors."""
 
-    def __init__(self, name, tensors):
-        super().__init__(os.path.basename(name))
+    def __init__(self, name, tensors, label=""):
+        super().__init__(label or os.path.basename(name))
         self.call = torch_attention._Call(tensors.Q, tensors.scale, name, tf32=precision_of(name, tensors.shape) == "tf32")
         kernel, shape, Q = self.call.kernel, self.call.shape, tensors.Q
         self.ways = kernel.forward, kernel.backward
@@ -418,7 +418,7 @@ def bench_shape(shape, options, timer, bounds):
     subjects, faults = [], 0
     for name in options.kernels:
         truth = truths.get(precision_of(name, shape))
-        subject, sentence = open_subject(lambda: Ours(name, tensors), truth, options.deterministic)
+        subject, sentence = open_subject(lambda: Ours(name, tensors, options.labels[name]), truth, options.deterministic)
         faults += sentence.startswith("fails") or bool(subject and sentence)
         if sentence:
             print(f"  {name}: {'WRONG, not timed: ' if subject else ''}{sentence}")
@@ -472,12 +472,13 @@ def columns_of(device):
 def print_rows(rows, device):
     unit = unit_of(device)[0]
     peers = list(PEERS[device])
-    print(f"  {'kernel':<18}" + "".join(f"{way + ' ms':>12}{unit:>8}" for way in WAYS) + f"{'of bound':>10}{'runs':>5}" +
-          "".join(f"{'x ' + name:>17}" for name in peers))
+    width = max([18, *(len(row["kernel"]) + 1 for row in rows)])
+    print(f"  {'kernel':<{width}}" + "".join(f"{way + ' ms':>12}{unit:>8}" for way in WAYS) +
+          f"{'of bound':>10}{'runs':>5}" + "".join(f"{'x ' + name:>17}" for name in peers))
     for row in rows:
         found = ([row[f"{way}_x_{name}"] for way in WAYS] for name in peers)
         ratios = ("/".join(f"{float(ratio):.2f}" for ratio in three if ratio) for three in found)
-        print(f"  {row['kernel']:<18}" + "".join(f"{row[f'{way}_ms']:>12}{row[f'{way}_{unit}']:>8}" for way in WAYS) +
+        print(f"  {row['kernel']:<{width}}" + "".join(f"{row[f'{way}_ms']:>12}{row[f'{way}_{unit}']:>8}" for way in WAYS) +
               f"{row['of_bound']:>10}{row['runs']:>5}" + "".join(f"{ratio:>17}" for ratio in ratios) +
               (f"  {row['note']}" if row["note"] else ""), flush=True)
 
@@ -510,6 +511,19 @@ def parse_count(text):
     return int(text)
 
 
+def label_kernels(names, known):
+    """What kernels are called in tables: their names, of files the file's, or its path where that is not enough."""
+    places = {}
+    for name in names:
+        place = name if name in known else os.path.realpath(name)
+        if place in places:
+            also = f", also as '{places[place]}'" if places[place] != name else ""
+            raise Fault(f"--kernels: '{name}' is given twice{also}")
+        places[place] = name
+    short = [os.path.basename(name) for name in names]
+    return {name: name if short.count(base) > 1 else base for name, base in zip(names, short)}
+
+
 def parse_options(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", dest="shapes", action="append", type=parse_shape, metavar="B,NH,T,HS[,packed]",
@@ -540,6 +554,7 @@ def parse_options(arguments):
     for name in options.kernels:
         if name not in known and not os.path.exists(name):
             raise Fault(f"--kernels: '{name}' is no file and not one of {', '.join(known)}")
+    options.labels = label_kernels(options.kernels, known)
     if whole and not options.out:
         options.out = bench.results_path(bench.machine_name(options.device), "attention_torch.csv")
     return options

@@ -302,6 +302,19 @@ def test_attention_runs():
                 continue
             status, output = call(bench_attention.main, ["--device", "cpu", *arguments])
             check(status == 2 and words in output.splitlines()[-1], arguments, status, output)
+    with test("bench_attention.py: kernels of files of one name are told apart, one that is given twice is refused"):
+        kernel = os.path.join(BUILD, "attention", "naive.so")
+        if not os.path.exists(kernel):
+            skip(f"{kernel} is not built: make kernels")
+        os.makedirs(path("copies"))
+        copies = [shutil.copy(kernel, path("copies", name)) for name in ("naive.so", "mine.so")]
+        status, output = call(bench_attention.main, [*SMALL, "--kernels", ",".join(["tiled", kernel, *copies]), "--out",
+                                                     path("attention.csv")])
+        found = [row["kernel"] for row in bench.read_rows(path("attention.csv")) if "PyTorch" not in row["kernel"]]
+        check(status == 0 and found == 2 * ["tiled", kernel, copies[0], "mine.so"], status, output, found)
+        for twice in (["tiled", "tiled"], [kernel, os.path.join(BUILD, "attention", ".", "naive.so")]):
+            status, output = call(bench_attention.main, [*SMALL, "--kernels", ",".join(twice)])
+            check(status == 2 and "given twice" in output and output.count("\n") == 1, status, output)
     with test("bench_attention.py: a CSV that cannot be written is one sentence behind the table"):
         for out, words in BAD_TARGETS:
             status, output = call(bench_attention.main, [*SMALL, "--kernels", "tiled", "--no-verify", "--out", out])
