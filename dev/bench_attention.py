@@ -549,6 +549,9 @@ def parse_options(arguments):
     else:
         options.shapes = [shape for shape in (GPU_SHAPES if options.device == "cuda" else CPU_SHAPES)
                           if options.dtype in (None, shape.dtype)]
+        if not options.shapes:
+            raise Fault(f"--dtype {options.dtype}: nothing to measure on a CPU, whose shapes are fp32 where none is given; "
+                        "name some with --shape")
     known = torch_attention.kernels(options.device)
     options.kernels = options.kernels.split(",") if options.kernels else known
     for name in options.kernels:

@@ -302,6 +302,10 @@ def test_attention_runs():
                 continue
             status, output = call(bench_attention.main, ["--device", "cpu", *arguments])
             check(status == 2 and words in output.splitlines()[-1], arguments, status, output)
+    with test("bench_attention.py: a type that no default shape has is one sentence, not an empty table"):
+        status, output = call(bench_attention.main, ["--device", "cpu", "--dtype", "bf16"])
+        check(status == 2 and re.fullmatch(r"bench_attention.py: --dtype bf16: nothing to measure on a CPU, .*\n", output),
+              status, output)
     with test("bench_attention.py: kernels of files of one name are told apart, one that is given twice is refused"):
         kernel = os.path.join(BUILD, "attention", "naive.so")
         if not os.path.exists(kernel):
