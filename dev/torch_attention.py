@@ -63,13 +63,19 @@ _library = None
 
 
 def library():
-    """The loaded library; an ImportError says how to build it."""
+    """The loaded library; an ImportError says how to build it, or what is wrong with what LIBATTENTION names."""
     global _library
     if _library is None:
         path = os.environ.get("LIBATTENTION", os.path.join(ROOT, "build", "libattention.so"))
         if not os.path.exists(path):
             raise ImportError(f"no {path}: build it with `make libattention`, or name it in LIBATTENTION")
-        loaded = ctypes.CDLL(path)
+        try:
+            loaded = ctypes.CDLL(os.path.abspath(path))  # of a bare name the loader would look elsewhere
+        except OSError as fault:
+            raise ImportError(f"the attention library cannot be loaded: {fault}") from None
+        for symbol in ("attention_table", "attention_choose"):
+            if not hasattr(loaded, symbol):
+                raise ImportError(f"{path} is not the library that `make libattention` builds: it has no '{symbol}'")
         loaded.attention_table.restype = ctypes.POINTER(ctypes.POINTER(Kernel))
         loaded.attention_table.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
         loaded.attention_choose.restype = ctypes.POINTER(Kernel)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -132,6 +133,13 @@ def test_pair(device, dtype, kernel):
             check(L.shape == right[1].shape and (L.cpu() - right[1]).abs().max() < 1e-5 * (1 + right[1].abs().max()), "L")
 
 
+def other_library():
+    """The path of a shared library that has nothing to do with attention: one of those that this process has loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.split()[-1] for line in maps]
+    return next((path for path in paths if os.path.basename(path).startswith(("libm.so", "libm-"))), "none")
+
+
 def test_misuse(device):
     def raises(kind, words, function, *arguments, **named):
         try:
@@ -156,6 +164,35 @@ def test_misuse(device):
         raises(ValueError, "dO is", flash_attention_2_backward, Q, Q, Q, Q, Q[:, :1], Q[..., 0])
     with test(f"{device}: an empty batch gives an empty result"):
         check(attention(*[torch.zeros(0, 2, 8, 16, device=device)] * 3).shape == (0, 2, 8, 16), "shape")
+
+
+def library_fault(path):
+    """What is said where LIBATTENTION names `path`; "" where that is taken."""
+    right = os.environ["LIBATTENTION"], torch_attention._library
+    os.environ["LIBATTENTION"], torch_attention._library = path, None
+    try:
+        torch_attention.kernels("cpu")
+        return ""
+    except ImportError as error:
+        return str(error)
+    finally:
+        os.environ["LIBATTENTION"], torch_attention._library = right
+
+
+def test_library():
+    with test("what is no library, or another one, is an ImportError of one sentence"):
+        right = os.environ["LIBATTENTION"]
+        kernel = os.path.join(os.path.dirname(right), "attention", "naive.so")
+        with tempfile.TemporaryDirectory() as folder:
+            text = os.path.join(folder, "text.so")
+            with open(text, "w") as file:
+                file.write("no object\n")
+            cases = [(text, "cannot be loaded"), (os.path.join(folder, "none.so"), "make libattention"),
+                     *((path, "it has no 'attention_table'") for path in (kernel, other_library()) if os.path.exists(path))]
+            for path, words in cases:
+                fault = library_fault(path)
+                check(path in fault and words in fault and "\n" not in fault, f"{path}: '{fault}' does not say '{words}'")
+        check(library_fault(right) == "", "the right one is not taken")
 
 
 def test_streams():
@@ -187,6 +224,7 @@ def main():
         with test("attention in PyTorch"):
             skip(f"no {os.environ['LIBATTENTION']}, `make libattention` builds it")
         end()
+    test_library()
     test_device("cpu", [torch.float32])
     with test("cpu: bf16 is refused with the reason"):
         Q = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
