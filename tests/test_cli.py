@@ -157,6 +157,23 @@ def bad_out():
         refused(2, [path], *SMALL, "--out", path)
     with test("refuses an --out that cannot be made"):
         refused(2, ["/proc/none"], *SMALL, "--out", "/proc/none/x")
+    with test("resume of a folder that holds no run says what it looked for, and leaves the folder as it was"):
+        empty, config = os.path.join(TMP, "holds_none"), os.path.join(TMP, "holds_config")
+        os.makedirs(empty)
+        os.makedirs(config)
+        with open(os.path.join(config, "config.json"), "w") as file:
+            json.dump({"model_type": "gpt2", "n_layer": 2}, file)
+        for folder, words in ((empty, "looked for a config.json"), (DATA, "looked for a config.json"),
+                              (config, "looked in its config.json"), (os.path.join(run, "step_00000002"), "--init")):
+            before = sorted(os.listdir(folder))
+            for options in ([], SMALL):
+                refused(2, ["--resume: --out " + folder, "holds no run", words], "--resume", "--out", folder, *options)
+                check(sorted(os.listdir(folder)) == before, before, os.listdir(folder))
+        refused(2, ["--resume: --out " + path, "not a directory"], "--resume", "--out", path)
+    with test("a run that was killed before it wrote its options starts anew under --resume"):
+        open(os.path.join(empty, ".lock"), "w").close()
+        status, out, err = train(*SMALL, "--resume", "--out", empty)
+        check(status == 0 and os.path.isdir(os.path.join(empty, "step_00000002")), status, out, err)
     with test("a resumed run may not change its shape or its data order"):
         refused(2, ["--dim", "32", "16"], "--out", run, "--resume", "--dim", 32)
         refused(2, ["--seed", "5", "1337"], "--out", run, "--resume", "--seed", 5)

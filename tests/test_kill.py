@@ -65,7 +65,8 @@ def look(folder):
 
 def live(folder, seconds):
     """Starts the trainer and kills it after so long. Returns its exit status (None: it was killed), stdout and stderr."""
-    command = [TRAIN, *map(str, OPTIONS), "--out", folder, *(["--resume"] if os.path.isdir(folder) else [])]
+    begun = os.path.exists(os.path.join(folder, ".lock"))  # what a run writes first
+    command = [TRAIN, *map(str, OPTIONS), "--out", folder, *(["--resume"] if begun else [])]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, err = process.communicate(timeout=seconds)

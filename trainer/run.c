@@ -10,6 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "data/json.h"
+
 /* mkdir -p. */
 static int directory_make(const char *path, Error *error)
 {
@@ -42,14 +44,36 @@ static int directory_used(const char *dir)
     return used;
 }
 
-int run_open(Run *run, const char *dir, int resume, Error *error)
+/* Says why there is no run in dir to go on with, and touches nothing. A run begins with its lock, then writes its options:
+ * one that was killed in between may start anew. */
+static int run_check(const char *dir, Error *error)
 {
     char path[4200];
     struct stat status;
+    if (stat(dir, &status)) return error_set(error, "--resume: --out %s: %s", dir, strerror(errno));
+    if (!S_ISDIR(status.st_mode)) return error_set(error, "--resume: --out %s is not a directory", dir);
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    if (!stat(path, &status)) {
+        JsonDocument *document = json_read(path, error);
+        if (!document) return -1;
+        int others = json_root(document)->kind == JSON_OBJECT && !json_member(json_root(document), "save_every");
+        json_free(document);
+        if (!others) return 0;
+        return error_set(error, "--resume: --out %s holds no run: looked in its config.json for the options of one, found "
+                         "none (a checkpoint or model is started from with --init)", dir);
+    }
+    snprintf(path, sizeof path, "%s/.lock", dir);
+    if (!stat(path, &status)) return 0;
+    return error_set(error, "--resume: --out %s holds no run: looked for a config.json with its options, found none", dir);
+}
+
+int run_open(Run *run, const char *dir, int resume, Error *error)
+{
+    char path[4200];
     memset(run, 0, sizeof *run);
     run->lock = -1;
     if (!*dir) return resume ? error_set(error, "--resume needs --out DIR, the run to go on with") : 0;
-    if (resume && stat(dir, &status)) return error_set(error, "--resume: --out %s: %s", dir, strerror(errno));
+    if (resume && run_check(dir, error)) return -1;
     if (directory_make(dir, error)) return -1;
     if (!resume && directory_used(dir))
         return error_set(error, "--out %s holds a run already: add --resume to go on with it, or name another directory", dir);

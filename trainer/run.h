@@ -21,7 +21,8 @@ typedef struct Run {
 } Run;
 
 /* Makes dir (and its parents) unless it is there, and locks it against a second process. dir "" opens a run that writes nothing.
- * Errors: cannot be made or written; in use; without `resume`, it holds a run already; with it, it does not exist. */
+ * Errors: cannot be made or written; in use; without `resume`, it holds a run already; with it, it holds none, and stays as
+ * it is. */
 int run_open(Run *run, const char *dir, int resume, Error *error);
 void run_close(Run *run);
 
