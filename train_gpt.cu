@@ -217,7 +217,9 @@ static int setup_run(Trainer *t)
         if (!t->loader) return STATUS_MACHINE;
     }
     /* From here on the run's files change: whatever can be refused has been. */
-    if (t->run.dir && (run_path(&t->run, "config.json", path, sizeof path, &t->error) || options_write_config(o, path, &t->error) ||
+    if (t->run.dir && (options_make_absolute(&t->options, &t->error) ||
+                       run_path(&t->run, "config.json", path, sizeof path, &t->error) ||
+                       options_write_config(o, path, &t->error) ||
                        run_log_open(&t->run, t->start.resumed || !o->resume ? t->state.step : -1, &t->error) ||
                        checkpoint_prune(o->out, 0, &t->error))) /* 0: removes what a killed process left half done, nothing else */
         return STATUS_MACHINE;

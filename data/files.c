@@ -14,6 +14,15 @@ int files_join(char out[FILES_PATH], const char *dir, const char *name, Error *e
     return error_set(error, "%.200s.../%s: the path is longer than %d bytes", dir, name, FILES_PATH - 1);
 }
 
+int files_absolute(char out[FILES_PATH], const char *path, Error *error)
+{
+    char here[FILES_PATH];
+    if (*path == '/') return files_join(out, "", path + 1, error);
+    if (!getcwd(here, sizeof here))
+        return error_set(error, "%s: the working directory, which it starts from, is unknown: %s", path, strerror(errno));
+    return files_join(out, strcmp(here, "/") ? here : "", path, error);
+}
+
 int files_is_directory(const char *path)
 {
     struct stat status;

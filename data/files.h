@@ -16,6 +16,8 @@ enum { FILES_PATH = 4096 };
 
 /* out = DIR/NAME. Returns 0, or -1 where it is too long. */
 int files_join(char out[FILES_PATH], const char *dir, const char *name, Error *error);
+/* out = path, behind the working directory where it is relative. Returns 0, or -1 where that is too long or unknown. */
+int files_absolute(char out[FILES_PATH], const char *path, Error *error);
 /* 1 or 0; a symbolic link counts as what it points to. */
 int files_is_directory(const char *path);
 int files_is_regular(const char *path);

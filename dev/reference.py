@@ -718,6 +718,14 @@ class Run:
                 "tokens_per_second": options.batch_tokens / seconds, "mfu": None}
 
 
+def absolute_paths(options):
+    """The options with paths that mean the same in every directory, as train_gpt keeps them."""
+    values = dict(vars(options))
+    for name, here in (("data", os.getcwd()), ("train", glob.escape(os.getcwd())), ("val", glob.escape(os.getcwd()))):
+        values[name] = os.path.join(here, values[name]) if values[name] else ""
+    return values
+
+
 def open_out(options):
     """Creates the run's folder, writes config.json, opens log.jsonl; refuses one that holds a run. None without --out."""
     if not options.out:
@@ -729,7 +737,7 @@ def open_out(options):
         os.makedirs(options.out, exist_ok=True)
         log = open(path, "w", encoding="utf-8", buffering=1)
         with open(os.path.join(options.out, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(vars(options), file, indent=2)
+            json.dump(absolute_paths(options), file, indent=2)
             file.write("\n")
     except OSError as fault:
         raise Fault(f"--out {options.out}: {fault.strerror}") from None

@@ -7,6 +7,7 @@ Needs PyTorch and numpy; where the running Python has none and /usr/bin/python3 
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import subprocess
 import sys
@@ -43,8 +44,8 @@ FOUR_LAYERS = ("--layers 4 --heads 4 --dim 64 --seq 64 --batch 4 --lr 2e-3 --war
                "--eval-tokens 2048").split()
 
 
-def path(name):
-    return os.path.join(FOLDER.name, name)
+def path(*names):
+    return os.path.join(FOLDER.name, *names)
 
 
 def run_trainer(name, *options):
@@ -214,6 +215,26 @@ def test_hundred_steps():
         check(largest_differences(first, other)["loss"] > 10 * BOUND["loss"], "another seed passes the comparison")
 
 
+def test_paths():
+    with test("relative paths are kept in config.json as train_gpt keeps them"):
+        write_corpus(path("kept", "x"))
+        options = [*SMALL, "--data", "x", "--train", "x/train_?.bin", "--steps", 1, "--warmup", 0, "--eval-every", 0]
+        status, _, errors = train(*options, "--device", "cpu", "--out", path("kept_c"), cwd=path("kept"))
+        here = os.getcwd()
+        os.chdir(path("kept"))
+        try:
+            run_twin("kept_torch", *options)
+        finally:
+            os.chdir(here)
+        kept = []
+        for run in (path("kept_c"), path("kept_torch")):
+            with open(os.path.join(run, "config.json")) as file:
+                kept.append({key: value for key, value in json.load(file).items() if key in ("data", "train")})
+        folder = os.path.realpath(path("kept", "x"))
+        wanted = {"data": folder, "train": os.path.join(folder, "train_?.bin")}
+        check(kept == [wanted, wanted], kept, errors)
+
+
 def test_bf16():
     with test("bf16 autocast stays near fp32"):
         data = write_corpus(path("bf16_data"))
@@ -273,6 +294,7 @@ def test_fixture():
 
 
 test_order()
+test_paths()
 test_bf16()
 test_faults()
 test_options_of_trainer()

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Runs that are stopped and go on: every loss and every weight equal those of the unbroken run, bit for bit. So do two runs
 of one seed, and runs that differ in what must not matter."""
+import glob
 import json
 import os
 import shutil
@@ -10,7 +11,9 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "dev"))
 from check import check, end, test  # noqa: E402
+from hellaswag import pack_example, pack_file  # noqa: E402
 from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, hear_signals, log_values, read_log, train,  # noqa: E402
                           write_corpus)
 
@@ -107,6 +110,35 @@ def main():
         check(status == 1 and "not those" in err, status, err)
         write_corpus(moved, sizes=(641, 321, 449))
         check(train("--out", folder, "--resume")[0] == 0, "the same data again is refused")
+    with test("a run that was given relative paths is resumed from another directory, which has other data under them"):
+        here, there = (os.path.join(os.path.realpath(TMP), name) for name in ("here *[a]? b\\c", "there"))
+        write_corpus(os.path.join(here, "x"), sizes=(641, 321, 449))
+        write_corpus(os.path.join(there, "x"), sizes=(641, 321, 449), seed=4)
+        kernel = os.path.join(ROOT, os.environ.get("BUILD", "build"), "attention", "naive.so")
+        outside = os.path.exists(kernel)
+        if outside:
+            shutil.copy(kernel, here)
+        with open(os.path.join(here, "q.bin"), "wb") as file:
+            file.write(pack_file([pack_example(0, [5, 10], [[11, 12], [7]], 1)]))
+        patterns = ["--train", "x/train_?.bin", "--val", "x/v*.bin"]
+        for name, data in (("data", ["--data", "x"]), ("patterns", patterns)):
+            options = [*COMMON, *data, "--steps", 30, "--hellaswag", "q.bin", "--hellaswag-every", 10, "--device", "cpu",
+                       *(["--attention", "naive.so"] if outside else [])]
+            status, _, err = train(*options, "--out", f"whole {name}", cwd=here)
+            check(status == 0, err)
+            status, _, err = train(*options, "--stop", 11, "--out", name, cwd=here)
+            check(status == 0, err)
+            folder = os.path.join(here, name)
+            status, out, err = train("--out", os.path.join("..", os.path.basename(here), name), "--resume", cwd=there)
+            check(status == 0 and (not outside or "attention naive" in out), err, out)
+            same(os.path.join(here, f"whole {name}"), folder, 30)
+            with open(folder + "/config.json") as file:
+                kept = json.load(file)
+            if name == "patterns":  # dev/reference.py finds them by such a pattern
+                check(glob.glob(kept["train"]) == glob.glob(glob.escape(here) + "/x/train_?.bin") != [], kept)
+            else:  # other data, named anew, are those of this directory
+                status, _, err = train("--out", folder, "--resume", "--steps", 40, "--data", "x", cwd=there)
+                check(status == 1 and "not those" in err, status, err)
     with test("a run that started from a checkpoint and was killed before its first one starts from it again"):
         folder = run("from-init", *COMMON, "--data", unequal, "--steps", 3, "--save-every", 0,
                      "--init", whole + "/step_00000100")

@@ -46,9 +46,9 @@ def write_corpus(folder, sizes=(2000,), vocab=97, seed=3):
     return folder
 
 
-def train(*options, env=None):
+def train(*options, env=None, cwd=ROOT):
     """Runs the trainer; returns (exit status, stdout, stderr)."""
-    done = subprocess.run([TRAIN, *map(str, options)], cwd=ROOT, capture_output=True, text=True, errors="replace",
+    done = subprocess.run([TRAIN, *map(str, options)], cwd=cwd, capture_output=True, text=True, errors="replace",
                           env=dict(os.environ, **(env or {})))
     return done.returncode, done.stdout, done.stderr
 

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "data/files.h"
 #include "data/json.h"
 #include "trainer/table.h"
 
@@ -285,6 +286,39 @@ static void json_name(const OptionRow *row, char *out, size_t size)
     snprintf(out, size, "%s", row->name);
     for (char *at = out; *at; at++)
         if (*at == '-') *at = '_';
+}
+
+/* out = a relative pattern behind the working directory, which is a name and no pattern. */
+static int absolute_pattern(char out[FILES_PATH], const char *pattern, Error *error)
+{
+    char here[FILES_PATH], whole[5 * FILES_PATH];
+    size_t length = 0;
+    if (files_absolute(here, "", error)) return -1;
+    for (const char *at = here; *at; at++) { /* [*] is a *, also for dev/reference.py, whose patterns do without \ */
+        const char *form = *at == '\\' ? "[\\%c]" : strchr("*?[", *at) ? "[%c]" : "%c";
+        length += (size_t)snprintf(whole + length, sizeof whole - length, form, *at);
+    }
+    snprintf(whole + length, sizeof whole - length, "%s", pattern);
+    return files_absolute(out, whole, error);
+}
+
+int options_make_absolute(Options *options, Error *error)
+{
+    const struct { const char **text; int is_pattern, is_path; } paths[] = {
+        {&options->data, 0, 1}, {&options->train, 1, 1}, {&options->val, 1, 1}, {&options->hellaswag, 0, 1},
+        {&options->attention, 0, attention_is_path(options->attention)},
+    };
+    char absolute[FILES_PATH];
+    for (size_t i = 0; i < sizeof paths / sizeof paths[0]; i++) {
+        const char *text = *paths[i].text;
+        if (!paths[i].is_path || !*text || *text == '/') continue;
+        if (paths[i].is_pattern ? absolute_pattern(absolute, text, error) : files_absolute(absolute, text, error)) return -1;
+        if (!(*paths[i].text = options_own(options, absolute))) {
+            *paths[i].text = text;
+            return error_set(error, "not enough memory");
+        }
+    }
+    return 0;
 }
 
 int options_write_config(const Options *options, const char *path, Error *error)

@@ -76,10 +76,14 @@ int options_resolve_batch(Options *options, const OptionsGiven *given, Error *er
  * a run (shape, seq, batch-tokens, seed, ...) is an error with both values. */
 int options_from_config(Options *options, const OptionsGiven *given, const char *path, Error *error);
 
-/* Frees the strings that options_from_config and options_own made. */
+/* Frees the strings that options_from_config, options_make_absolute and options_own made. */
 void options_free(Options *options);
 /* A copy of text that lives as long as the options; NULL where memory is short. */
 const char *options_own(Options *options, const char *text);
+
+/* Makes every path among the options absolute, for config.json: a run may be resumed from another directory. Returns 0 or
+ * -1. */
+int options_make_absolute(Options *options, Error *error);
 
 /* Writes all options as a JSON object to path, atomically: a temporary file, fsync, rename. */
 int options_write_config(const Options *options, const char *path, Error *error);

@@ -45,11 +45,10 @@ static int find_model(Start *start, Options *o, Error *error)
         error_set(error, "--init: %s: %s", o->init, strerror(errno));
         return STATUS_MACHINE;
     }
-    char path[FILES_PATH], here[FILES_PATH], absolute[2 * FILES_PATH];
+    char path[FILES_PATH], absolute[FILES_PATH];
     int status = inference_path(o->init, path, sizeof path, error);
     if (status) return status;
-    const char *place = *path == '/' ? "" : getcwd(here, sizeof here);
-    snprintf(absolute, sizeof absolute, "%s%s%s", place ? place : ".", *path == '/' ? "" : "/", path);
+    if (files_absolute(absolute, path, error)) return STATUS_OPTION;
     o->init = options_own(o, absolute);
     if (!o->init) {
         error_set(error, "not enough memory");
