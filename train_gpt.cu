@@ -247,22 +247,43 @@ static int setup(Trainer *t)
 
 /* --- the run ---------------------------------------------------------------------------------------------------------------- */
 
+/* What is not finite, in words: a parameter; else what the last forward pass computed with them; else what came of it. */
+static void name_nonfinite(const Trainer *t, char *text, size_t size)
+{
+    static const struct { GptBuffer buffer; const char *name; } places[] = {
+        {GPT_GRADIENTS, "gradient of"}, {GPT_MOMENT1, "first moment of"}, {GPT_MOMENT2, "second moment of"},
+    };
+    char activation[64];
+    const GptTensor *tensor = gpt_find_nonfinite(t->gpt, GPT_PARAMETERS);
+    if (tensor) {
+        snprintf(text, size, "parameter %s", tensor->name);
+        return;
+    }
+    const char *where = gpt_find_nonfinite_activation(t->gpt, activation, sizeof activation), *name = "";
+    for (size_t i = 0; i < sizeof places / sizeof places[0] && !where; i++) {
+        tensor = gpt_find_nonfinite(t->gpt, places[i].buffer);
+        if (tensor) where = places[i].name, name = tensor->name;
+    }
+    if (where) snprintf(text, size, "%s%s%s; parameters are finite", where, *name ? " " : "", name);
+    else snprintf(text, size, "none, only the logits or the loss");
+}
+
 /* The sentence for a model whose update `step` gave something that is not finite. Returns -1. */
 static int diverged(Trainer *t, int64_t step, const char *what)
 {
-    static const struct { GptBuffer buffer; const char *name; } places[] = {
-        {GPT_PARAMETERS, "parameter"}, {GPT_GRADIENTS, "gradient of"}, {GPT_MOMENT1, "first moment of"}, {GPT_MOMENT2, "second moment of"},
-    };
-    const char *fault = gpt_fault(t->gpt), *kept = *t->saved_path ? t->saved_path : "none", *place = "none, only a loss";
-    const GptTensor *tensor = NULL;
+    const char *fault = gpt_fault(t->gpt), *kept = *t->saved_path ? t->saved_path : "none", *kernel = t->options.attention;
+    char found[256], check[640] = "";
     if (fault)
-        return error_set(&t->error, "step %lld: attention %s failed: %s; last good checkpoint: %s", (long long)step, t->attention->name, fault, kept);
-    for (size_t i = 0; i < sizeof places / sizeof places[0] && !tensor; i++) {
-        tensor = gpt_find_nonfinite(t->gpt, places[i].buffer);
-        if (tensor) place = places[i].name;
-    }
-    return error_set(&t->error, "step %lld: %s; first tensor that is not finite: %s%s%s; stopped without saving; last good checkpoint: %s",
-                     (long long)step, what, place, tensor ? " " : "", tensor ? tensor->name : "", kept);
+        return error_set(&t->error, "step %lld: attention %s failed: %s; last good checkpoint: %s", (long long)step,
+                         t->attention->name, fault, kept);
+    name_nonfinite(t, found, sizeof found);
+    if (attention_is_path(kernel) && strncmp(found, "parameter ", 10))
+        snprintf(check, sizeof check, " (the attention kernel is from outside: build/dev/bench_attention --device %s "
+                 "--shape %lld,%lld,%lld,%lld %.300s checks it)", t->backend->device == ATTENTION_CPU ? "cpu" : "cuda",
+                 (long long)t->options.batch, (long long)t->config.heads, (long long)t->options.seq,
+                 (long long)(t->config.channels / t->config.heads), kernel);
+    return error_set(&t->error, "step %lld: %s; first tensor that is not finite: %s%s; stopped without saving; last good "
+                     "checkpoint: %s", (long long)step, what, found, check, kept);
 }
 
 /* Mean loss over eval_windows windows spread evenly over the validation set, whatever the batch. */

@@ -111,6 +111,7 @@ struct Gpt {
     int32_t *upload_host; /* (2, micro_steps) batches */
     AdamwStep *step_host;
     StepResult *result_host;
+    int64_t rows;         /* of the last forward pass: those of the activations that mean something */
     int next;             /* which half of the uploads the next update reads */
     Recording *micro_recording, *update_recording;
     float recorded_dscale;
@@ -629,11 +630,43 @@ void gpt_init_random(Gpt *gpt, uint64_t seed)
     free(staging);
 }
 
+/* Does a tensor of n elements on the device, real or fp32, hold a NaN or infinity? */
+static int holds_nonfinite(const Gpt *gpt, const void *tensor, int64_t n, int real, float *staging)
+{
+    const Backend *be = gpt->backend;
+    int converts = real && be->dtype != DTYPE_FP32;
+    float *work = (float *)(gpt->scratch + gpt->layout.work);
+    for (int64_t done = 0; done < n; done += STAGING_ELEMENTS) {
+        int64_t piece = n - done < STAGING_ELEMENTS ? n - done : STAGING_ELEMENTS;
+        const char *from = (const char *)tensor + (size_t)done * (converts ? be->element : 4);
+        if (converts) be->to_fp32(work, from, piece, gpt->stream);
+        be->copy_out(staging, converts ? (const void *)work : from, (size_t)piece * 4, gpt->stream);
+        for (int64_t e = 0; e < piece; e++)
+            if (!isfinite(staging[e])) return 1;
+    }
+    return 0;
+}
+
+/* Number of the tensor that is n-th to be searched: of gradients, in the order in which backward comes to the tensors. */
+static size_t search_order(const Gpt *gpt, GptBuffer buffer, size_t n)
+{
+    static const GptKind block[] = {GPT_FCPROJ_B, GPT_FCPROJ_W, GPT_FC_B, GPT_FC_W, GPT_LN2_B, GPT_LN2_W,
+                                    GPT_PROJ_B, GPT_PROJ_W, GPT_QKV_B, GPT_QKV_W, GPT_LN1_B, GPT_LN1_W};
+    enum { IN_BLOCK = sizeof block / sizeof block[0] };
+    size_t L = (size_t)gpt->config.layers;
+    if (buffer != GPT_GRADIENTS) return n;
+    if (n < 2) return gpt->kind_first[n ? GPT_LNF_W : GPT_LNF_B];
+    n -= 2;
+    if (n < IN_BLOCK * L) return gpt->kind_first[block[n % IN_BLOCK]] + (L - 1 - n / IN_BLOCK);
+    return gpt->kind_first[n == IN_BLOCK * L ? GPT_WPE : GPT_WTE];
+}
+
 const GptTensor *gpt_find_nonfinite(const Gpt *gpt, GptBuffer buffer)
 {
     float *staging = NULL;
     const GptTensor *found = NULL;
-    for (size_t i = 0; i < gpt->tensor_count && !found; i++) {
+    for (size_t n = 0; n < gpt->tensor_count && !found; n++) {
+        size_t i = search_order(gpt, buffer, n);
         const GptTensor *tensor = &gpt->tensors[i];
         int64_t step = staging_rows(tensor);
         float *grown = (float *)realloc(staging, (size_t)(step * tensor->columns) * sizeof(float));
@@ -676,6 +709,37 @@ static const float *exact_weight_at(const Gpt *gpt, GptKind kind, int64_t l)
     return exact_at(gpt, offset_of(gpt, kind, l));
 }
 static float *gradient_at(const Gpt *gpt, GptKind kind, int64_t l) { return gpt->gradients + offset_of(gpt, kind, l); }
+
+const char *gpt_find_nonfinite_activation(const Gpt *gpt, char *text, size_t size)
+{
+    static const struct { Activation activation; const char *name; int real; } parts[] = {
+        {ACT_LN1, "output of the norm before attention", 1}, {ACT_QKV, "queries, keys and values", 1},
+        {ACT_ATT, "output of attention", 1},                 {ACT_LSE, "log-sum-exp of attention", 0},
+        {ACT_RESID_MID, "sum behind attention", 0},          {ACT_LN2, "output of the norm before the MLP", 1},
+        {ACT_PRE, "hidden layer of the MLP", 1},
+    };
+    int64_t L = gpt->config.layers, N = gpt->rows, C = gpt->config.channels;
+    int64_t widths[ACT_COUNT] = {[ACT_QKV] = 3 * C, [ACT_LSE] = gpt->config.heads, [ACT_PRE] = 4 * C};
+    float *staging = gpt->act.slots[ACT_RESID] > L ? (float *)malloc(STAGING_ELEMENTS * sizeof(float)) : NULL;
+    int kept = gpt->act.slots[ACT_QKV] >= L, found = 0;
+    if (!staging) return NULL;
+    if (holds_nonfinite(gpt, resid_at(gpt, ACT_RESID, 0), N * C, 0, staging))
+        found = snprintf(text, size, "sum of the embeddings");
+    for (int64_t l = 0; l < L && !found; l++) {
+        int spread = holds_nonfinite(gpt, resid_at(gpt, ACT_RESID, l + 1), N * C, 0, staging);
+        for (size_t p = 0; p < sizeof parts / sizeof parts[0] && kept && !found; p++) {
+            Activation a = parts[p].activation;
+            if (!spread && a != ACT_LSE) continue; /* all else in a block reaches its output */
+            if (holds_nonfinite(gpt, act_at(gpt, a, l), N * (widths[a] ? widths[a] : C), parts[p].real, staging))
+                found = snprintf(text, size, "%s in block %d", parts[p].name, (int)l);
+        }
+        if (spread && !found) found = snprintf(text, size, "output of block %d", (int)l);
+    }
+    if (!found && holds_nonfinite(gpt, act_at(gpt, ACT_LNF, 0), N * C, 1, staging))
+        found = snprintf(text, size, "output of the last norm");
+    free(staging);
+    return found ? text : NULL;
+}
 
 static void attention_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 {
@@ -786,6 +850,7 @@ static void model_forward(Gpt *gpt, int64_t B, int64_t T, CacheUse use)
 {
     const Backend *be = gpt->backend;
     int64_t N = B * T;
+    gpt->rows = N;
     const float *wpe = exact_weight_at(gpt, GPT_WPE, 0) + use.position * gpt->config.channels; /* (at least T rows, C) */
     be->embedding_forward(resid_at(gpt, ACT_RESID, 0), batch_tokens(gpt), exact_weight_at(gpt, GPT_WTE, 0), wpe, B, T,
                           gpt->config.channels, gpt->stream);
@@ -1102,6 +1167,7 @@ void gpt_step_launch(Gpt *gpt, int64_t micro_steps, float dscale, const AdamwSte
 {
     const Backend *be = gpt->backend;
     size_t bytes = batch_bytes(gpt->options.batch * gpt->options.sequence);
+    gpt->rows = gpt->options.batch * gpt->options.sequence; /* a recording that is replayed does not say it */
     *gpt->step_host = *step;
     be->upload(act_at(gpt, ACT_STEP, 0), gpt->step_host, sizeof *step, gpt->stream);
     be->upload_join(gpt->stream);

@@ -137,8 +137,13 @@ void gpt_upload(Gpt *gpt, int64_t m, const int32_t *tokens, const int32_t *targe
 void gpt_step_launch(Gpt *gpt, int64_t micro_steps, float dscale, const AdamwStep *step);
 void gpt_step_finish(Gpt *gpt, double *loss, float *norm);
 
-/* The first tensor of `buffer` that holds a NaN or infinity, or NULL. */
+/* The first tensor of `buffer` that holds a NaN or infinity, or NULL; of gradients the first that backward comes to. */
 const GptTensor *gpt_find_nonfinite(const Gpt *gpt, GptBuffer buffer);
+
+/* What the last forward pass of a model in training computed first of all that holds a NaN or infinity, in words written to
+ * text: "output of attention in block 3"; NULL where nothing that is kept does. Where blocks are computed again, only the
+ * sums between them are kept: "output of block 3". */
+const char *gpt_find_nonfinite_activation(const Gpt *gpt, char *text, size_t size);
 
 #ifdef __cplusplus
 }

@@ -48,8 +48,29 @@ def build_kernel(path, change):
 AttentionKernel attention_kernel;
 static const char *refuse(const AttentionShape *shape, int sm)
 {{ return (void)shape, (void)sm, "has seen better shapes"; }}
+static int nan_in_forward = -1, nan_in_backward = -1; /* number of the call whose result holds a NaN */
+static const char *forward(AttentionOutput O, float *L, void *s, void *w, AttentionInput Q, AttentionInput K,
+                           AttentionInput V, const AttentionShape *shape, void *stream)
+{{
+    naive_kernel.forward(O, L, s, w, Q, K, V, shape, stream);
+    if (!nan_in_forward--) *(float *)O.data = __builtin_nanf("");
+    return 0;
+}}
+static const char *backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *w, AttentionInput dO,
+                            AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O, const float *L,
+                            const void *s, const AttentionShape *shape, void *stream)
+{{
+    naive_kernel.backward(dQ, dK, dV, w, dO, Q, K, V, O, L, s, shape, stream);
+    if (!nan_in_backward--) *(float *)dV.data = __builtin_nanf("");
+    return 0;
+}}
 __attribute__((constructor)) static void prepare(void)
-{{ AttentionKernel kernel = naive_kernel; (void)refuse; {change} attention_kernel = kernel; }}
+{{
+    AttentionKernel kernel = naive_kernel;
+    (void)refuse, (void)forward, (void)backward;
+    {change}
+    attention_kernel = kernel;
+}}
 """)
     compiler = os.environ.get("CC", "cc").split() or ["cc"]
     try:
@@ -370,6 +391,19 @@ def good_use():
                 "--save-every", 1, "--out", run)
         check(all(isinstance(line.get("val_loss", 0.0), float) for line in read_log(run)), read_log(run))
         check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
+    with test("a NaN of an attention kernel from outside is named, and how to check the kernel"):
+        kernel, checks = os.path.join(TMP, "nan.so"), "build/dev/bench_attention --device cpu --shape 4,2,16,8 "
+        options = [*TINY, "--data", DATA, "--steps", 3, "--device", "cpu", "--attention", kernel, "--out"]
+        cases = [("forward = 0", 1, "step 0: the validation loss is not finite", "output of attention in block 0"),
+                 ("forward = 3", 0, "step 2: the loss is not finite", "output of attention in block 1"),
+                 ("backward = 2", 0, "step 2: the gradient is not finite", "gradient of transformer.h.1.attn.c_attn.bias")]
+        for i, (change, every, what, where) in enumerate(cases):
+            if not build_kernel(kernel, f"kernel.forward = forward; kernel.backward = backward; nan_in_{change};"):
+                skip("no C compiler that builds a shared object (set CC)")
+            run = os.path.join(TMP, f"nan{i}")
+            refused(1, [what, f"not finite: {where}; parameters are finite", checks + kernel, "last good checkpoint: none"],
+                    *options, run, "--eval-every", every)
+            check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
     with test("a prompt that the tokenizer cannot encode is refused before the run starts"):
         odd = write_corpus(os.path.join(TMP, "pairs"))
         with open(os.path.join(odd, "tokenizer.bin"), "wb") as file:

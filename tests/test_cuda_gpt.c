@@ -473,6 +473,40 @@ static void test_overfit(void)
     free(tokens);
 }
 
+/* A NaN in block 1 is found there, in a step that is replayed and in a pass over fewer rows. */
+static void test_nonfinite(void)
+{
+    TEST("%s: a NaN is found where it came from", device->name);
+    GptConfig config = {2, 2, 32, 24, 101};
+    Gpt *gpt = create_device(config, training(3, 9), "auto");
+    int32_t *tokens = make_tokens(28, config.vocab, 0, 91);
+    const AdamwStep step = {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .clip = 1, .bias_correction1 = 0.1f,
+                            .bias_correction2 = 0.05f};
+    char text[64] = "";
+    double loss;
+    float norm, bias[96];
+    size_t i = 0;
+    while (gpt_tensor(gpt, i)->kind != GPT_QKV_B || gpt_tensor(gpt, i)->layer != 1) i++;
+    gpt_init_random(gpt, 1);
+    gpt_loss(gpt, tokens, tokens + 1, 1, 9);
+    CHECK(!gpt_find_nonfinite_activation(gpt, text, sizeof text), "of a right pass it says '%s'", text);
+    for (int s = 0; s < 5; s++) { /* from the third on a recording is replayed */
+        gpt_read(gpt, GPT_PARAMETERS, i, 0, 1, bias);
+        bias[95] = s == 4 ? NAN : bias[95];
+        gpt_write(gpt, GPT_PARAMETERS, i, 0, 1, bias);
+        gpt_upload(gpt, 0, tokens, tokens + 1);
+        gpt_step_launch(gpt, 1, 1.0f / 27, &step);
+        gpt_step_finish(gpt, &loss, &norm);
+        const char *words = gpt_find_nonfinite_activation(gpt, text, sizeof text);
+        if (s < 4) CHECK(!words, "of right step %d it says '%s'", s, text);
+        else CHECK(words && !strcmp(words, "queries, keys and values in block 1"), "it says '%s'", words ? words : "none");
+    }
+    gpt_loss(gpt, tokens, tokens + 1, 1, 3);
+    CHECK(gpt_find_nonfinite_activation(gpt, text, sizeof text), "nothing is found in fewer rows");
+    gpt_free(gpt);
+    free(tokens);
+}
+
 /* Where memory is short: the sentence, and nothing kept. */
 static void test_memory(void)
 {
@@ -530,6 +564,7 @@ static void test_backend(void)
     test_fine_steps(odd, 0);
     test_deep(device->dtype);
     test_overfit();
+    test_nonfinite();
     test_memory();
 }
 

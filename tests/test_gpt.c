@@ -148,8 +148,15 @@ static void open_backend(void)
     CHECK(stream, "%s", error);
 }
 
-/* The same for attention: `inner` behind a kernel that asks for more scratch and fills it with NaN. */
+/* The same for attention: `inner` behind a kernel that asks for more scratch and fills it with NaN. Where a fault is
+ * planted, the call that comes after `calls` others writes a NaN. */
 static const AttentionKernel *inner;
+static struct { enum { PLANT_NOTHING, PLANT_O, PLANT_LSE, PLANT_DQ } what; int calls; } planted;
+
+static void plant(int what, void *where)
+{
+    if ((int)planted.what == what && planted.calls-- == 0) *(float *)where = NAN;
+}
 
 static size_t greedy_attention_scratch(const AttentionShape *shape) { return inner->scratch_bytes(shape) + EXTRA_SCRATCH; }
 
@@ -157,7 +164,10 @@ static const char *greedy_forward(AttentionOutput O, float *LSE, void *saved, vo
                                   AttentionInput K, AttentionInput V, const AttentionShape *shape, void *queue)
 {
     memset(scratch, 0xFF, greedy_attention_scratch(shape));
-    return inner->forward(O, LSE, saved, scratch, Q, K, V, shape, queue);
+    const char *fault = inner->forward(O, LSE, saved, scratch, Q, K, V, shape, queue);
+    plant(PLANT_O, O.data);
+    plant(PLANT_LSE, LSE);
+    return fault;
 }
 
 static const char *greedy_backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *scratch,
@@ -165,7 +175,9 @@ static const char *greedy_backward(AttentionOutput dQ, AttentionOutput dK, Atten
                                    const float *LSE, const void *saved, const AttentionShape *shape, void *queue)
 {
     memset(scratch, 0xFF, greedy_attention_scratch(shape));
-    return inner->backward(dQ, dK, dV, scratch, dO, Q, K, V, O, LSE, saved, shape, queue);
+    const char *fault = inner->backward(dQ, dK, dV, scratch, dO, Q, K, V, O, LSE, saved, shape, queue);
+    plant(PLANT_DQ, dQ.data);
+    return fault;
 }
 
 /* --- helpers -------------------------------------------------------------------------------------------------------- */
@@ -943,6 +955,46 @@ static void test_nonfinite(GptBuffer buffer, float poison)
     gpt_free(gpt);
 }
 
+/* What is said of a NaN that attention writes, and of none, in a model whose buffers were NaN when it was made. */
+static void test_planted(GptRecompute recompute)
+{
+    TEST("a NaN of attention is found where it came from, recompute %d", (int)recompute);
+    int blocks = recompute == GPT_RECOMPUTE_BLOCK; /* then nothing within a block is kept */
+    const struct { int what, calls; const char *words, *gradient; } cases[] = {
+        {PLANT_NOTHING, 0, NULL, NULL},
+        {PLANT_O, 0, blocks ? "output of block 0" : "output of attention in block 0", "transformer.ln_f.bias"},
+        {PLANT_O, 2, blocks ? "output of block 2" : "output of attention in block 2", "transformer.ln_f.bias"},
+        {PLANT_LSE, 1, blocks ? NULL : "log-sum-exp of attention in block 1", NULL}, /* this kernel's backward reads none */
+        {PLANT_DQ, 1, NULL, "transformer.h.1.attn.c_attn.bias"},
+    };
+    enum { B = 3, T = 10 };
+    GptConfig config = {3, 2, 16, 12, 31};
+    int32_t *tokens = make_tokens(B * T, config.vocab, 0, 31);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char text[64];
+        GptOptions options = {.batch = B, .sequence = T, .training = 1, .recompute = recompute};
+        Gpt *gpt = create(config, options, "reference");
+        if (!gpt) break;
+        init_wide(gpt, 32);
+        gpt_zero_gradients(gpt);
+        gpt_loss(gpt, tokens, tokens, 1, T); /* fewer rows than there is room for */
+        const char *words = gpt_find_nonfinite_activation(gpt, text, sizeof text);
+        CHECK(!words, "of a right pass it says '%s'", words);
+        planted.what = cases[i].what, planted.calls = cases[i].calls;
+        gpt_backward(gpt, tokens, tokens, B, T, 1);
+        planted.what = PLANT_NOTHING;
+        words = gpt_find_nonfinite_activation(gpt, text, sizeof text);
+        const GptTensor *tensor = gpt_find_nonfinite(gpt, GPT_GRADIENTS);
+        const char *pairs[][2] = {{words, cases[i].words}, {tensor ? tensor->name : NULL, cases[i].gradient}};
+        for (int k = 0; k < 2; k++) {
+            const char *got = pairs[k][0] ? pairs[k][0] : "nothing", *expected = pairs[k][1] ? pairs[k][1] : "nothing";
+            CHECK(!strcmp(got, expected), "case %d: found %s, expected %s", (int)i, got, expected);
+        }
+        gpt_free(gpt);
+    }
+    free(tokens);
+}
+
 static void test_refused_update(void)
 {
     TEST("a gradient that is not finite changes nothing");
@@ -1045,6 +1097,8 @@ int main(void)
     test_config_faults();
     test_nonfinite(GPT_PARAMETERS, NAN);
     test_nonfinite(GPT_GRADIENTS, INFINITY);
+    for (int recompute = GPT_RECOMPUTE_NONE; recompute <= GPT_RECOMPUTE_BLOCK; recompute++)
+        test_planted((GptRecompute)recompute);
     test_refused_update();
     test_init_random();
 

@@ -58,7 +58,7 @@ int evaluate_shards(Gpt *gpt, const ShardSet *set, int64_t B, int64_t T, int64_t
     int status = batch_open(&batch, B, T, error);
     int64_t filled = 0;
     memset(loss, 0, sizeof *loss);
-    for (int64_t i = 0; i < rows && !status && !process_stop; i++) {
+    for (int64_t i = 0; i < rows && !status && !process_stop && isfinite(loss->sum); i++) {
         const Shard *shard = i < count ? NULL : &set->shards[i - count]; /* whose rest it is; NULL: a window */
         if (!shard) {
             int64_t index = i * (total / count) + i * (total % count) / count; /* floor(i*total/count), no overflow */

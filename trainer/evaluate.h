@@ -21,8 +21,8 @@ typedef struct ValidationLoss {
 
 /* The loss of windows of T tokens, B at a time, both at most those of the model: of `windows` windows spread evenly over the
  * set, whatever B; or, where that is 0, of everything: then the windows of each shard and what it has left behind them, so
- * that every token but each shard's first is predicted once. Ends early once process_stop is set. Returns 0, or -1 with a
- * sentence. A loss that is not finite makes sum so. */
+ * that every token but each shard's first is predicted once. Ends early once process_stop is set, or behind a batch whose
+ * loss is not finite, which makes sum so. Returns 0, or -1 with a sentence. */
 int evaluate_shards(Gpt *gpt, const ShardSet *set, int64_t B, int64_t T, int64_t windows, ValidationLoss *loss,
                     Error *error);
 
