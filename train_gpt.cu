@@ -490,7 +490,7 @@ static int train(Trainer *t)
     write_report(t, "");
     while (t->state.step < t->last && !process_stop) {
         double began = display_clock();
-        range_begin(updates ? "update" : "first update"); /* where what is needed is found out and tried, once */
+        range_begin(t->train_curve.count ? "update" : "first update"); /* the first finds out and tries what is needed */
         int failed = update(t, &loss, &norm, &lr);
         range_end();
         if (failed) return t->prefetch_failed ? save_after_fault(t) : -1;
