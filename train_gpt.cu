@@ -111,7 +111,7 @@ static int setup_model(Trainer *t)
 static int setup_device(Trainer *t)
 {
     const Options *o = &t->options;
-    DeviceChoice choice = {o->device, o->attention, o->dtype, o->tf32, o->deterministic, 1};
+    DeviceChoice choice = {o->device, o->attention, o->dtype, o->tf32, o->deterministic};
     return device_open(&choice, &t->backend, &t->stream, &t->error);
 }
 

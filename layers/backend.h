@@ -44,7 +44,6 @@ typedef struct Recording Recording;
 typedef struct BackendOptions {
     int deterministic; /* the same bits on every run */
     int tf32;          /* fp32 products may round their factors to TF32 where the hardware has it */
-    int measure;       /* the fastest way to do an operation of some sizes may be found by trying, at its first use */
 } BackendOptions;
 
 /* The order in which embedding_backward adds up the rows of equal tokens, made on the host in O(N) of N tokens in host
@@ -103,6 +102,11 @@ typedef struct Backend {
     void (*upload_join)(Stream *stream);
     /* Queues a copy to host memory from alloc_host; there after synchronize(). */
     void (*download)(void *host, const void *memory, size_t bytes, Stream *stream);
+
+    /* Between measure(1) and measure(0), outside of recordings, an operation of sizes that it has not been tried with may be
+     * done many times over, to find the fastest way, which is kept; the result is that of once. For sizes that come again and
+     * again. Nothing happens on a deterministic stream. NULL where there is nothing to gain. */
+    void (*measure)(Stream *stream, int on);
 
     /* Between record_begin and record_end operations are recorded, not done; none may allocate, copy_in, copy_out or wait.
      * replay() queues them all. All four are NULL where there is nothing to gain, as on the CPU. */

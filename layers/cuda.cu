@@ -79,7 +79,6 @@ static Stream *open_cuda(int index, const BackendOptions *options, int least_sm,
     stream->sm = sm;
     stream->deterministic = options->deterministic;
     stream->tf32 = options->tf32;
-    stream->measure = options->measure && !options->deterministic;
     CUDA_CHECK(cudaDeviceGetAttribute(&stream->processors, cudaDevAttrMultiProcessorCount, index));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream->main_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream->side_stream, cudaStreamNonBlocking));
@@ -131,6 +130,7 @@ static void describe_cuda(char *text, size_t size, Stream *stream)
 }
 
 static int sm_cuda(Stream *stream) { return stream->sm; }
+static void measure_cuda(Stream *stream, int on) { stream->measuring = on && !stream->deterministic; }
 static void *attention_stream_cuda(Stream *stream) { return stream->stream; }
 
 /* Peak of dense products with fp32 accumulation, TFLOP/s, of GPUs whose datasheet says so; 0 for others. */
@@ -300,7 +300,7 @@ static void recording_free_cuda(Recording *recording)
     {                                                                                                                       \
         NAME, ATTENTION_CUDA, DTYPE, sizeof(REAL), OPEN, close_cuda, describe_cuda, sm_cuda, PEAK, attention_stream_cuda,   \
             memory_available_cuda, alloc_cuda, free_cuda, zero_cuda, copy_in_cuda, copy_out_cuda, copy_cuda,                \
-            synchronize_cuda, alloc_host_cuda, free_host_cuda, upload_cuda, upload_join_cuda, download_cuda,                \
+            synchronize_cuda, alloc_host_cuda, free_host_cuda, upload_cuda, upload_join_cuda, download_cuda, measure_cuda,  \
             record_begin_cuda, record_end_cuda, replay_cuda, recording_free_cuda, side_begin_cuda, side_end_cuda,           \
             side_join_cuda, from_fp32_cuda<REAL>, to_fp32_cuda<REAL>, embedding_forward_cuda, embedding_backward_cuda,      \
             embedding_scratch_cuda,                                                                                         \

@@ -30,7 +30,8 @@ struct Stream {
     int64_t side_last, side_joined; /* the newest ticket; the newest that main_stream waits for */
     int recording;
     int device, sm, processors; /* compute capability as 90; number of multiprocessors */
-    int deterministic, tf32, measure;
+    int deterministic, tf32;
+    int measuring;              /* see Backend.measure */
     struct ProductPlans *plans;
 };
 

@@ -1128,7 +1128,7 @@ void gpt_upload(Gpt *gpt, int64_t m, const int32_t *tokens, const int32_t *targe
 }
 
 /* Queues forward and backward of the batch on the device, from a recording where the backend can make one. The first time
- * nothing is recorded: libraries set themselves up then. */
+ * nothing is recorded: libraries set themselves up then, and the fastest ways are found. */
 static void micro_step_queue(Gpt *gpt, float dscale)
 {
     const Backend *be = gpt->backend;
@@ -1137,7 +1137,9 @@ static void micro_step_queue(Gpt *gpt, float dscale)
         gpt->recorded_dscale = dscale;
         if (gpt->micro_recording) be->recording_free(gpt->micro_recording);
         gpt->micro_recording = NULL;
+        if (be->measure) be->measure(gpt->stream, 1);
         model_backward(gpt, B, T, dscale);
+        if (be->measure) be->measure(gpt->stream, 0);
         return;
     }
     if (!gpt->micro_recording) {

@@ -15,9 +15,8 @@
  * fused, 1.62 and 0.15 apart); in bf16 the fused ones win (0.58 ms against 0.46 and 0.29).
  *
  * Which algorithm is best for a shape is asked once (cublasLtMatmulAlgoGetHeuristic) and kept in a small table. The first of the
- * library's list is often not the fastest of it; so with BackendOptions.measure all of the list are tried at the first use, and
- * timed. Where the library has none for an epilogue (odd widths, mostly) the epilogue is left out and a kernel does its work
- * afterwards.
+ * library's list is often not the fastest of it; so under Backend.measure all of the list are tried once, and timed. Where the library has
+ * none for an epilogue (odd widths, mostly) the epilogue is left out and a kernel does its work afterwards.
  * fp32 products are true fp32 (CUBLAS_COMPUTE_32F) unless the stream was opened with tf32.
  */
 #include <cublasLt.h>
@@ -33,7 +32,7 @@ typedef struct ProductKey {
 
 typedef struct ProductPlan {
     ProductKey key;
-    int supported;
+    int supported, tried;
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t algorithm;
@@ -68,15 +67,18 @@ struct ProductPlans *product_plans_open(char *error, size_t error_size)
     return NULL;
 }
 
+static void plan_free(const ProductPlan *plan)
+{
+    cublasLtMatrixLayoutDestroy(plan->a);
+    cublasLtMatrixLayoutDestroy(plan->b);
+    cublasLtMatrixLayoutDestroy(plan->c);
+    cublasLtMatmulDescDestroy(plan->operation);
+}
+
 void product_plans_close(struct ProductPlans *plans)
 {
     if (!plans) return;
-    for (int i = 0; i < plans->count; i++) {
-        cublasLtMatrixLayoutDestroy(plans->plans[i].a);
-        cublasLtMatrixLayoutDestroy(plans->plans[i].b);
-        cublasLtMatrixLayoutDestroy(plans->plans[i].c);
-        cublasLtMatmulDescDestroy(plans->plans[i].operation);
-    }
+    for (int i = 0; i < plans->count; i++) plan_free(&plans->plans[i]);
     cudaEventDestroy(plans->begun);
     cudaEventDestroy(plans->ended);
     cublasLtDestroy(plans->handle);
@@ -154,6 +156,8 @@ static int candidates_measure(const ProductPlan *plan, const cublasLtMatmulHeuri
     return fastest > 0 ? chosen : 0;
 }
 
+static int is_trial(const Stream *stream) { return stream->measuring && !stream->recording; }
+
 /* Describes the product and finds its algorithm. aux_ld: row length of the pre-activation. */
 static void plan_make(ProductPlan *plan, const ProductKey *key, const ProductCall *call, Stream *stream)
 {
@@ -162,6 +166,7 @@ static void plan_make(ProductPlan *plan, const ProductKey *key, const ProductCal
     cublasOperation_t yes = CUBLAS_OP_T, no = CUBLAS_OP_N;
     cublasLtEpilogue_t epilogue = (cublasLtEpilogue_t)key->epilogue;
     plan->key = *key;
+    plan->tried = is_trial(stream);
     BLAS_CHECK(cublasLtMatmulDescCreate(&plan->operation, compute, CUDA_R_32F));
     set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, key->transpose_a ? &yes : &no, sizeof yes);
     set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, key->transpose_b ? &yes : &no, sizeof yes);
@@ -178,7 +183,7 @@ static void plan_make(ProductPlan *plan, const ProductKey *key, const ProductCal
     cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
     size_t workspace = WORKSPACE_BYTES;
     uint32_t alignment = (uint32_t)key->alignment;
-    int found = 0, wanted = stream->measure && !stream->recording ? CANDIDATES : 1;
+    int found = 0, wanted = is_trial(stream) ? CANDIDATES : 1;
     BLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
     cublasLtMatmulPreferenceAttributes_t alignments[] = {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -194,8 +199,14 @@ static void plan_make(ProductPlan *plan, const ProductKey *key, const ProductCal
 static ProductPlan *plan_find(const ProductKey *key, const ProductCall *call, Stream *stream)
 {
     struct ProductPlans *all = stream->plans;
-    for (int i = 0; i < all->count; i++)
-        if (!memcmp(&all->plans[i].key, key, sizeof *key)) return &all->plans[i];
+    for (int i = 0; i < all->count; i++) {
+        ProductPlan *known = &all->plans[i];
+        if (memcmp(&known->key, key, sizeof *key)) continue;
+        if (known->tried || !is_trial(stream)) return known;
+        plan_free(known);
+        plan_make(known, key, call, stream);
+        return known;
+    }
     if (all->count == all->capacity) {
         all->capacity = 2 * all->capacity + 32;
         all->plans = (ProductPlan *)realloc(all->plans, (size_t)all->capacity * sizeof *all->plans);

@@ -991,9 +991,9 @@ static void test_table(Stream *stream)
     void *const *slots = (void *const *)(const void *)&cpu->open;
     size_t empty = 0, count = (sizeof *cpu - offsetof(Backend, open)) / sizeof *slots;
     for (size_t i = 0; i < count; i++) empty += !slots[i];
-    CHECK(empty == 7 && !cpu->record_begin && !cpu->record_end && !cpu->replay && !cpu->recording_free &&
+    CHECK(empty == 8 && !cpu->measure && !cpu->record_begin && !cpu->record_end && !cpu->replay && !cpu->recording_free &&
           !cpu->side_begin && !cpu->side_end && !cpu->side_join,
-          "%zu operations are missing, expected the 4 of recordings and the 3 of the side", empty);
+          "%zu operations are missing, expected measure, the 4 of recordings and the 3 of the side", empty);
     float in[5] = {1, -0.0f, NAN, 1e-40f, 3e38f}, real[5], out[5];
     cpu->from_fp32(real, in, 5, stream);
     cpu->to_fp32(out, real, 5, stream);

@@ -11,8 +11,7 @@ int device_open(const DeviceChoice *choice, const Backend **backend, Stream **st
 {
     Dtype dtype = choice->dtype ? DTYPE_BF16 : DTYPE_FP32;
     const Backend *gpu = backend_find(ATTENTION_CUDA, dtype);
-    BackendOptions options = {.deterministic = (int)choice->deterministic, .tf32 = (int)choice->tf32,
-                              .measure = choice->measure};
+    BackendOptions options = {.deterministic = (int)choice->deterministic, .tf32 = (int)choice->tf32};
     const char *device = choice->device;
     int index = 0, automatic = !strcmp(device, "auto"), used = 0;
     int cuda = !strcmp(device, "cuda") || (sscanf(device, "cuda:%d%n", &index, &used) == 1 && !device[used]);

@@ -27,7 +27,6 @@ typedef struct Inference {
 typedef struct DeviceChoice {
     const char *device, *attention;
     int64_t dtype, tf32, deterministic;
-    int measure; /* BackendOptions.measure: pays where the same sizes come again and again */
 } DeviceChoice;
 
 /* Opens the backend that "auto", "cpu", "cuda" or "cuda:N" means: auto takes the CPU where no GPU can be opened. Returns 0,
