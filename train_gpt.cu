@@ -128,6 +128,7 @@ static int setup_attention(Trainer *t)
     shape.tf32 = t->gpt_options.tf32;
     int sm = t->backend->sm(t->stream);
     t->peak = t->backend->peak_tflops(t->stream);
+    if (attention_is_path(t->options.attention)) process_blame(t->options.attention);
     if (t->options.list_attention)
         return attention_list(t->options.attention, t->backend->device, &shape, sm, t->error.text, sizeof t->error.text)
                    ? STATUS_OPTION : 0;

@@ -8,7 +8,9 @@
 #include "attention/attention.h"
 
 #include <dlfcn.h>
+#include <elf.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -134,11 +136,17 @@ static int is_control(const unsigned char *c)
     return *c < 0x20 || *c == 0x7f || (*c == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0);
 }
 
-/* What keeps a kernel's name and summary from being printed, written to `text` as a fragment; NULL where nothing does. */
-static const char *text_fault(const AttentionKernel *kernel, char *text, size_t size)
+/* A device that is none, or what keeps a kernel's name and summary from being printed, written to `text` as a fragment; NULL
+ * where nothing does. */
+static const char *value_fault(const AttentionKernel *kernel, char *text, size_t size)
 {
     const unsigned char *name = (const unsigned char *)kernel->name, *summary = (const unsigned char *)kernel->summary;
     int at = 0;
+    if (kernel->device != ATTENTION_CPU && kernel->device != ATTENTION_CUDA) {
+        snprintf(text, size, "its device is %d, expected %d (CPU) or %d (CUDA)", (int)kernel->device, ATTENTION_CPU,
+                 ATTENTION_CUDA);
+        return text;
+    }
     while (at <= NAME_MOST && is_name_byte(name[at])) at++;
     if (at > NAME_MOST) {
         snprintf(text, size, "its name is longer than %d bytes", (int)NAME_MOST);
@@ -156,6 +164,29 @@ static const char *text_fault(const AttentionKernel *kernel, char *text, size_t 
     }
     if (!summary[at]) return NULL;
     snprintf(text, size, "its summary has the byte 0x%02x at position %d, expected one line of text", summary[at], at);
+    return text;
+}
+
+/* What is wrong with the file at `place` of `size` bytes as a shared object, written to `text` as a fragment; NULL where nothing
+ * is seen. The loader would map a file that was cut short, and die where it reads behind its end. */
+static const char *object_fault(const char *place, int64_t size, char *text, size_t text_size)
+{
+    Elf64_Ehdr head;
+    int64_t needed = 0;
+    int file = open(place, O_RDONLY | O_CLOEXEC);
+    ssize_t got = file < 0 ? -1 : pread(file, &head, sizeof head, 0);
+    int is_object = got == (ssize_t)sizeof head && !memcmp(head.e_ident, ELFMAG, SELFMAG) &&
+                    head.e_ident[EI_CLASS] == ELFCLASS64 && head.e_phentsize == sizeof(Elf64_Phdr);
+    for (int i = 0; is_object && i < head.e_phnum; i++) {
+        Elf64_Phdr part;
+        int64_t at = (int64_t)head.e_phoff + i * (int64_t)sizeof part;
+        if (pread(file, &part, sizeof part, at) != (ssize_t)sizeof part) needed = at + (int64_t)sizeof part;
+        else if (part.p_type == PT_LOAD && part.p_offset + part.p_filesz > (uint64_t)needed)
+            needed = (int64_t)(part.p_offset + part.p_filesz);
+    }
+    if (file >= 0) close(file);
+    if (needed <= size) return NULL; /* what else may be wrong the loader says */
+    snprintf(text, text_size, "it is cut short: it has %lld bytes and says that it has %lld", (long long)size, (long long)needed);
     return text;
 }
 
@@ -178,14 +209,18 @@ static const AttentionKernel *load_kernel(const char *path, char *error, size_t 
         snprintf(error, error_size, "cannot load attention kernel %s: it is not a regular file", path);
         return NULL;
     }
+    const char *missing = NULL, *fault = NULL;
+    char text[128];
+    if ((fault = object_fault(place, (int64_t)file.st_size, text, sizeof text)) != NULL) {
+        snprintf(error, error_size, "cannot load attention kernel %s: %s", path, fault);
+        return NULL;
+    }
     void *object = dlopen(place, RTLD_NOW | RTLD_LOCAL);
     if (!object) {
         snprintf(error, error_size, "cannot load attention kernel %s: %s", path, dlerror());
         return NULL;
     }
     const AttentionKernel *kernel = dlsym(object, "attention_kernel");
-    const char *missing = NULL, *fault = NULL;
-    char text[128];
     if (!kernel)
         snprintf(error, error_size, "%s exports no symbol 'attention_kernel'", path);
     else if (kernel->abi != ATTENTION_ABI)
@@ -193,7 +228,7 @@ static const AttentionKernel *load_kernel(const char *path, char *error, size_t 
                  kernel->abi, ATTENTION_ABI);
     else if ((missing = missing_field(kernel)) != NULL)
         snprintf(error, error_size, "%s exports an incomplete attention_kernel: its field '%s' is empty", path, missing);
-    else if ((fault = text_fault(kernel, text, sizeof text)) != NULL)
+    else if ((fault = value_fault(kernel, text, sizeof text)) != NULL)
         snprintf(error, error_size, "%s exports a faulty attention_kernel: %s", path, fault);
     else
         return kernel;

@@ -49,7 +49,8 @@ typedef struct Options {
     int shape_count, repeats;
     double limit; /* seconds that forward and backward together may take; below 0: by device */
     const char *names[MAX_NAMES]; /* the kernels to measure, name_count of them; 0: all */
-    int name_count, selective;    /* selective: not all kernels, shapes and types */
+    int name_count, objects;      /* objects: files of kernels that were given */
+    int selective;                /* not all kernels, shapes and types */
     const char *out, *device, *dtype;
 } Options;
 
@@ -314,6 +315,7 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
         Entry *entry = &bench->entries[k];
         const AttentionKernel *kernel = entry->kernel;
         int width = bench->label_width;
+        crash_doing("attention kernel %s", entry->label);
         Judgement judgement = {""};
         Timing timing = {0};
         const char *reason = needs_tf32(kernel, shape, bench->machine.sm) ? NULL : kernel->refuse(shape, bench->machine.sm);
@@ -518,7 +520,8 @@ static void keep_named(Bench *bench, const Options *options)
     bench->entry_count = kept;
     for (int n = 0; n < options->name_count; n++) {
         if (found[n]) continue;
-        fprintf(stderr, "--kernel %s: no such kernel here\n", options->names[n]);
+        fprintf(stderr, "--kernel %s: no such kernel here%s\n", options->names[n],
+                options->objects ? "; those of build/attention stand back where files are given, give its file too" : "");
         exit(2);
     }
 }
@@ -559,6 +562,9 @@ static void parse_shape(Options *options, const char *text)
     if (sscanf(text, "%lld,%lld,%lld,%lld%n", &B, &NH, &T, &HS, &end) != 4 || text[end] || B < 1 || NH < 1 || T < 1 ||
         HS < 1)
         reject("shape", text, "four positive integers B,NH,T,HS");
+    /* Nothing measures so much, and sizes below it do not overflow. */
+    if ((double)B * (double)T * (double)NH * (double)HS > (double)((int64_t)1 << 40) || T > (int64_t)1 << 30)
+        reject("shape", text, "at most 2^40 elements of Q, and T at most 2^30");
     if (options->shape_count == MAX_SHAPES / DTYPE_COUNT) reject("shape", text, "at most 32 shapes");
     add_shape(options, (int64_t[]){B, NH, T, HS}, DTYPE_FP32);
 }
@@ -604,6 +610,7 @@ static Options parse_options(int argc, char **argv)
         case 'h': print_help(); exit(0);
         default: exit(2);
         }
+    options.objects = argc - optind;
     options.selective = options.shape_count || options.name_count || options.dtype || optind < argc;
     return options;
 }

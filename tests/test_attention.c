@@ -455,6 +455,7 @@ static void test_objects(void)
         {"another ABI", "ABI 77, this program has", .abi = 77},
         {"no symbol", "no symbol 'attention_kernel'", .symbol = "something_else"},
         {"another device", "this run is on cpu", .device = "ATTENTION_CUDA"},
+        {"a device that is none", "its device is 7, expected 0 (CPU) or 1 (CUDA)", .device = "(AttentionDevice)7"},
         {"no backward", "its field 'backward' is empty", .backward = "0"},
         {"no name", "its field 'name' is empty", .name = "0"},
         {"a name that clears the screen", "its name has the byte 0x1b at position 3, expected", .name = "\"out\\33[2J\""},
@@ -497,6 +498,14 @@ static void test_objects(void)
         }
         unlink(path);
     }
+    TEST("a shared object that was cut short, in its program headers and in what they speak of");
+    snprintf(path, sizeof path, "%s/cut.so", folder);
+    snprintf(body, sizeof body, pieces, "attention_kernel", ATTENTION_ABI, "ATTENTION_CPU", "\"cut\"", "\"cut\"", "backward");
+    if (build_object(path, body)) SKIP("no C compiler that builds a shared object (set CC)");
+    else
+        for (off_t cut = 4096; cut >= 64; cut /= 4)
+            if (truncate(path, cut) == 0) check_choice(path, ATTENTION_CPU, &shape, NULL, "it is cut short: it has ");
+    unlink(path);
     TEST("files that are no shared object");
     snprintf(path, sizeof path, "%s/absent.so", folder);
     check_choice(path, ATTENTION_CPU, &shape, NULL, "No such file");

@@ -32,7 +32,7 @@ os.environ.setdefault("LIBATTENTION", os.path.join(BUILD, "libattention.so"))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from check import check, end, skip, test  # noqa: E402
-from trainer_runs import TRAIN  # noqa: E402
+from trainer_runs import TRAIN, build_kernel  # noqa: E402
 import bench  # noqa: E402
 import profile_step  # noqa: E402
 
@@ -97,6 +97,18 @@ def test_program():
         check(status == 2 and "nowhere" in errors and errors.count("\n") == 1, status, errors)
 
 
+    with test("bench_attention: a shape of more than can be counted is refused"):
+        for shape in ("9223372036854775807,1,1,8", "999999999,9999999,99999999,8", "1,1,2000000000,1"):
+            status, output, errors = run("--shape", shape, "--kernel", "tiled")
+            check(status == 2 and shape in errors and "2^40" in errors and errors.count("\n") == 1, status, output, errors)
+    with test("bench_attention: a kernel that crashes is named, and where one may be that is not seen"):
+        crash = path("crash.so")
+        if not build_kernel(crash, 'kernel.backward = backward; crash_in_backward = 0; kernel.name = "crasher";'):
+            skip("no C compiler that builds a shared object (set CC)")
+        status, _, errors = run(crash)
+        check(status < 0 and "crashed in attention kernel crasher, backward: SIG" in errors and errors.count("\n") == 1, status, errors)
+        status, _, errors = run("--kernel", "naive", crash)
+        check(status == 2 and "give its file too" in errors and errors.count("\n") == 1, status, errors)
     with test("bench_attention: kernels of the same name are told apart by their files; the same file twice is refused"):
         kernel = os.path.join(BUILD, "attention", "naive.so")
         if not os.path.exists(kernel) or not os.path.exists(PROGRAM):

@@ -17,8 +17,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from check import check, end, skip, test  # noqa: E402
 from prepare import pack_tokenizer  # noqa: E402
-from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, log_values, read_log, train, write_corpus,  # noqa: E402
-                          write_shard, write_tokenizer)
+from trainer_runs import (ROOT, TINY, TRAIN, build_kernel, checkpoint_bytes, log_values, read_log, train,  # noqa: E402
+                          write_corpus, write_shard, write_tokenizer)
 from vocabulary import Tokenizer  # noqa: E402
 
 TMP = tempfile.mkdtemp(prefix="flashgpt-cli-")
@@ -37,47 +37,6 @@ def refused(status, words, *options):
     check(len(lines) == 1 and lines[0].startswith("train_gpt: "), "expected one sentence on stderr, got:", err)
     for word in words:
         check(str(word) in err, f"'{word}' is missing in:", err)
-
-
-def build_kernel(path, change):
-    """A shared object of dev/attention/naive.c, changed by a statement in C as it is loaded; False without a compiler."""
-    with open(path + ".c", "w") as file:
-        file.write(f"""#define attention_kernel naive_kernel
-#include "dev/attention/naive.c"
-#undef attention_kernel
-AttentionKernel attention_kernel;
-static const char *refuse(const AttentionShape *shape, int sm)
-{{ return (void)shape, (void)sm, "has seen better shapes"; }}
-static int nan_in_forward = -1, nan_in_backward = -1; /* number of the call whose result holds a NaN */
-static const char *forward(AttentionOutput O, float *L, void *s, void *w, AttentionInput Q, AttentionInput K,
-                           AttentionInput V, const AttentionShape *shape, void *stream)
-{{
-    naive_kernel.forward(O, L, s, w, Q, K, V, shape, stream);
-    if (!nan_in_forward--) *(float *)O.data = __builtin_nanf("");
-    return 0;
-}}
-static const char *backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *w, AttentionInput dO,
-                            AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O, const float *L,
-                            const void *s, const AttentionShape *shape, void *stream)
-{{
-    naive_kernel.backward(dQ, dK, dV, w, dO, Q, K, V, O, L, s, shape, stream);
-    if (!nan_in_backward--) *(float *)dV.data = __builtin_nanf("");
-    return 0;
-}}
-__attribute__((constructor)) static void prepare(void)
-{{
-    AttentionKernel kernel = naive_kernel;
-    (void)refuse, (void)forward, (void)backward;
-    {change}
-    attention_kernel = kernel;
-}}
-""")
-    compiler = os.environ.get("CC", "cc").split() or ["cc"]
-    try:
-        done = subprocess.run([*compiler, "-I.", "-O1", "-fPIC", "-shared", path + ".c", "-o", path, "-lm"], cwd=ROOT)
-    except OSError:
-        return False
-    return done.returncode == 0
 
 
 def bad_options():
@@ -404,6 +363,13 @@ def good_use():
             refused(1, [what, f"not finite: {where}; parameters are finite", checks + kernel, "last good checkpoint: none"],
                     *options, run, "--eval-every", every)
             check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
+    with test("an attention kernel from outside that crashes is named"):
+        kernel = os.path.join(TMP, "crash.so")
+        if not build_kernel(kernel, "kernel.backward = backward; crash_in_backward = 2;"):
+            skip("no C compiler that builds a shared object (set CC)")
+        status, _, err = train(*TINY, "--data", DATA, "--steps", 3, "--device", "cpu", "--attention", kernel)
+        check(status < 0 and (f"crashed, most likely in the attention kernel {kernel}, which is from outside" in err or
+                              "Sanitizer" in err), status, err)
     with test("a prompt that the tokenizer cannot encode is refused before the run starts"):
         odd = write_corpus(os.path.join(TMP, "pairs"))
         with open(os.path.join(odd, "tokenizer.bin"), "wb") as file:

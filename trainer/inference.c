@@ -87,6 +87,7 @@ int inference_place(Inference *inference, const DeviceChoice *choice, const GptO
     if (status) return status;
     shape.scale = attention_scale(shape.HS);
     shape.dtype = m->backend->dtype;
+    if (attention_is_path(choice->attention)) process_blame(choice->attention);
     m->attention = attention_choose(choice->attention, m->backend->device, &shape, m->backend->sm(m->stream), error->text,
                                     sizeof error->text);
     return m->attention ? 0 : STATUS_OPTION;

@@ -21,6 +21,10 @@ extern volatile sig_atomic_t process_stop;
  * write under a file-size limit becomes an error of that write. A mapped file that is cut short under the process ends it with a
  * sentence. */
 void process_prepare(void);
+/* Where the process is brought down by SIGSEGV and the like from here on, one sentence names the attention kernel of this path,
+ * which comes from outside and runs inside of the process; then it dies of the signal. Under a sanitizer, which says more,
+ * nothing is changed. */
+void process_blame(const char *path);
 
 /* To be called last where standard output is all that was asked for: what did not arrive there is no success. Returns 0,
  * STATUS_STOPPED where its reader went away, or STATUS_MACHINE with the sentence. */
