@@ -12,6 +12,7 @@
 
 #include "data/random.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -221,6 +222,9 @@ int shards_find(const char *directory, const char *part, char *out, size_t size,
 {
     static const char *const names[] = {"%s_*.bin", "%s.bin", "*_%s_*.bin", "*_%s.bin"};
     size_t length = 0, most = strlen(part) + sizeof "/*__*.bin";
+    DIR *readable = opendir(directory);
+    if (!readable) return error_set(error, "%s: cannot be read: %s", directory, strerror(errno));
+    closedir(readable);
     if (2 * strlen(directory) + most > size) return error_set(error, "%.200s...: the path is too long", directory);
     for (const char *at = directory; *at; at++) { /* the directory is a name, not a pattern */
         if (strchr("*?[]\\", *at)) out[length++] = '\\';

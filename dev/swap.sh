@@ -4,20 +4,20 @@
 #   sh dev/swap.sh KERNEL... [-- training options]
 #
 # A KERNEL is a name of the table (./train_gpt --list-attention), the path of a .so, or the name of a variant in
-# dev/attention, .c or .cu, which is built first. Kernels for the GPU need a train_gpt that was built for it; kernels for the
+# dev/attention, .c or .cu, which is built first. Paths are those of the directory you stand in. Kernels for the GPU need a train_gpt that was built for it; kernels for the
 # CPU then need --device cpu among the options, so the two kinds do not mix in one comparison. All runs share seed and
 # options; without --data or --train among them the corpus is a small one made here. Options given after -- win over these:
 # 4 layers, 4 heads, 128 wide, T 64, batch 12, 100 steps, 10 of them warmup (with --steps and no --warmup: as the trainer
 # would have it). --attention and --out are refused there: the kernels are the arguments before --, the folder is SWAP_OUT.
 # The first kernel is the one that the others are compared with.
 #
-# Writes SWAP_OUT (default runs/swap-DATE-TIME): one run directory a kernel, and curves.png where matplotlib is installed.
+# Writes SWAP_OUT (default: runs/swap-DATE-TIME beside dev): one run directory a kernel, and curves.png where matplotlib is installed.
 # Exit status: 0 done, 1 a run or the comparison failed, 2 wrong arguments.
-cd "$(dirname "$0")/.." || exit 1
+root=$(cd "$(dirname "$0")/.." && pwd) || exit 1
 
 fail() { echo "dev/swap.sh: $1" >&2; exit "$2"; }
 
-# Kernels before --, options after it; each kernel once.
+# Kernels before --, options after it.
 kernels=
 while [ $# -gt 0 ]; do
     case $1 in
@@ -38,11 +38,11 @@ for option in "$@"; do
 done
 
 train=${TRAIN:-train_gpt}
-case $train in */*) ;; *) train=./$train ;; esac
+case $train in /*) ;; *) train=$root/$train ;; esac
 python=${PYTHON:-python3}
-out=${SWAP_OUT:-runs/swap-$(date +%Y%m%d-%H%M%S)}
+out=${SWAP_OUT:-$root/runs/swap-$(date +%Y%m%d-%H%M%S)}
 [ ! -e "$out" ] || fail "$out is there already; name another in SWAP_OUT" 2
-[ -x "$train" ] || make ARCH="$ARCH" || exit 1
+[ -x "$train" ] || make -C "$root" ARCH="$ARCH" || exit 1
 
 # Options before those of the caller, who may say otherwise. A warmup of 10 would not fit every --steps.
 options="--layers 4 --heads 4 --dim 128 --seq 64 --batch 12 --steps 100 --lr 1e-3 --eval-every 50 --save-every 0"
@@ -56,37 +56,45 @@ for option in "$@"; do
 done
 options="$options $warmup"
 
+# What --attention takes for a choice.
+kernel_of() {
+    case $1 in
+        built:*) echo "$root/build/attention/${1#built:}.so" ;;
+        *) echo "$1" ;;
+    esac
+}
+
 # Every kernel is built and opened, by a run of no steps, before the first is trained with.
 choices=
 for kernel in $kernels; do
     choice=$kernel
     case $kernel in
         */* | *.so) [ -r "$kernel" ] || fail "cannot read $kernel" 2 ;;
-        *) if [ -e "dev/attention/$kernel.c" ] || [ -e "dev/attention/$kernel.cu" ]; then
-               make --no-print-directory ARCH="$ARCH" "build/attention/$kernel.so" ||
+        *) if [ -e "$root/dev/attention/$kernel.c" ] || [ -e "$root/dev/attention/$kernel.cu" ]; then
+               make -C "$root" --no-print-directory ARCH="$ARCH" "build/attention/$kernel.so" ||
                    fail "cannot build $kernel (a .cu needs nvcc, and a GPU or ARCH=sm_90a)" 1
-               choice=build/attention/$kernel.so
+               choice=built:$kernel # a word: the root may have blanks
            fi ;;
     esac
     # shellcheck disable=SC2086 -- words
-    "$train" $options "$@" --steps 0 --warmup 0 --eval-every 0 --sample-every 0 --attention "$choice" > /dev/null ||
+    "$train" $options "$@" --steps 0 --warmup 0 --eval-every 0 --sample-every 0 --attention "$(kernel_of "$choice")" > /dev/null ||
         fail "$kernel cannot run with these options" 2
     choices="$choices $choice"
 done
 mkdir -p "$out" || exit 1
 
 if [ -z "$has_data" ]; then
-    "$python" data/prepare.py --text builtin --builtin-bytes 400000 --out "$out/data" || exit 1
+    "$python" "$root/data/prepare.py" --text builtin --builtin-bytes 400000 --out "$out/data" || exit 1
     set -- --data "$out/data" "$@"
 fi
 
 names=
 for choice in $choices; do
-    name=$(basename "$choice" .so)
+    name=$(basename "${choice#built:}" .so)
     while [ -e "$out/$name" ]; do name=$name+; done
-    echo "== $choice"
+    echo "== $(kernel_of "$choice")"
     # shellcheck disable=SC2086 -- words
-    "$train" $options "$@" --attention "$choice" --out "$out/$name" || exit 1
+    "$train" $options "$@" --attention "$(kernel_of "$choice")" --out "$out/$name" || exit 1
     names="$names $name"
 done
 
@@ -95,8 +103,8 @@ for name in $names; do set -- "$@" "$out/$name"; done
 if [ $# -lt 2 ]; then
     echo "one run only, nothing to compare: $1/log.jsonl"
 elif "$python" -c 'import matplotlib' 2> /dev/null; then
-    "$python" dev/compare.py "$@" --png "$out/curves.png" || exit 1
+    "$python" "$root/dev/compare.py" "$@" --png "$out/curves.png" || exit 1
 else
-    "$python" dev/compare.py "$@" || exit 1
+    "$python" "$root/dev/compare.py" "$@" || exit 1
     echo "no curves.png: $python has no matplotlib"
 fi

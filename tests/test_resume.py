@@ -12,7 +12,7 @@ import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "dev"))
-from check import check, end, test  # noqa: E402
+from check import check, end, skip, test  # noqa: E402
 from hellaswag import pack_example, pack_file  # noqa: E402
 from trainer_runs import (ROOT, TINY, TRAIN, checkpoint_bytes, hear_signals, log_values, read_log, train,  # noqa: E402
                           write_corpus)
@@ -139,6 +139,17 @@ def main():
             else:  # other data, named anew, are those of this directory
                 status, _, err = train("--out", folder, "--resume", "--steps", 40, "--data", "x", cwd=there)
                 check(status == 1 and "not those" in err, status, err)
+    with test("a run in a directory whose name is no UTF-8 keeps relative paths, and is resumed from there"):
+        odd = os.path.join(os.path.realpath(TMP).encode(), b"odd \xff\xfe")
+        try:
+            os.mkdir(odd)
+        except OSError as error:
+            skip(f"no such names here: {error}")
+        os.rename(write_corpus(os.path.join(TMP, "odd data")), os.path.join(odd, b"x"))
+        status, _, err = train(*COMMON, "--data", "x", "--steps", 4, "--stop", 2, "--out", "run", cwd=odd)
+        check(status == 0, err)
+        status, _, err = train("--out", "run", "--resume", cwd=odd)
+        check(status == 0, err)
     with test("a run that started from a checkpoint and was killed before its first one starts from it again"):
         folder = run("from-init", *COMMON, "--data", unequal, "--steps", 3, "--save-every", 0,
                      "--init", whole + "/step_00000100")

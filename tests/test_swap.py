@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """dev/swap.sh: trains with each kernel and compares; what is wrong with a kernel is said before the first run starts."""
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
-from check import check, end, test  # noqa: E402
+from check import check, end, skip, test  # noqa: E402
 from trainer_runs import ROOT, TINY, TRAIN, read_log, write_corpus  # noqa: E402
 
+BUILD = os.path.join(ROOT, os.environ.get("BUILD", "build"))
 FOLDER = tempfile.TemporaryDirectory()
 
 
@@ -33,6 +35,14 @@ def main():
         for name in ("tiled", "reference"):
             losses = [line["loss"] for line in read_log(os.path.join(out, name)) if "loss" in line]
             check(len(losses) == 3, f"{name} has {len(losses)} steps, expected 3")
+    with test("paths are those of the directory one stands in, for kernels, data and SWAP_OUT"):
+        kernel = os.path.join(BUILD, "attention", "naive.so")
+        if not os.path.exists(kernel):
+            skip(f"{kernel} is not built: make kernels")
+        shutil.copy(kernel, os.path.join(FOLDER.name, "mine.so"))
+        status, output, errors = swap("here", "tiled", "naive", "./mine.so", "--", "--data", "corpus", "--steps", "3")
+        check(status == 0 and sorted(os.listdir(os.path.join(FOLDER.name, "here")))[-3:] == ["mine", "naive", "tiled"], status,
+              output[-500:], errors)
     with test("without --steps there are 100, ten of them warmup"):
         out = os.path.join(FOLDER.name, "default")
         status, output, errors = swap(out, "tiled", "--", "--eval-every", "0")

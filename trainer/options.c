@@ -11,6 +11,7 @@
 
 #include "data/files.h"
 #include "data/json.h"
+#include "data/unicode.h"
 #include "trainer/table.h"
 
 #define FIELD(name) offsetof(Options, name)
@@ -302,6 +303,13 @@ static int absolute_pattern(char out[FILES_PATH], const char *pattern, Error *er
     return files_absolute(out, whole, error);
 }
 
+static int is_utf8(const char *text)
+{
+    size_t length = strlen(text), bytes = 1;
+    for (size_t at = 0; at < length && bytes; at += bytes) bytes = utf8_length((const unsigned char *)text + at, length - at);
+    return bytes != 0;
+}
+
 int options_make_absolute(Options *options, Error *error)
 {
     const struct { const char **text; int is_pattern, is_path; } paths[] = {
@@ -313,6 +321,7 @@ int options_make_absolute(Options *options, Error *error)
         const char *text = *paths[i].text;
         if (!paths[i].is_path || !*text || *text == '/') continue;
         if (paths[i].is_pattern ? absolute_pattern(absolute, text, error) : files_absolute(absolute, text, error)) return -1;
+        if (!is_utf8(absolute)) continue; /* JSON could not hold it; what was typed it may */
         if (!(*paths[i].text = options_own(options, absolute))) {
             *paths[i].text = text;
             return error_set(error, "not enough memory");

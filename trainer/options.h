@@ -81,8 +81,8 @@ void options_free(Options *options);
 /* A copy of text that lives as long as the options; NULL where memory is short. */
 const char *options_own(Options *options, const char *text);
 
-/* Makes every path among the options absolute, for config.json: a run may be resumed from another directory. Returns 0 or
- * -1. */
+/* Makes every path among the options absolute, for config.json: a run may be resumed from another directory; but for those
+ * that would not be UTF-8 then. Returns 0 or -1. */
 int options_make_absolute(Options *options, Error *error);
 
 /* Writes all options as a JSON object to path, atomically: a temporary file, fsync, rename. */

@@ -64,6 +64,7 @@ static int run_check(const char *dir, Error *error)
     }
     snprintf(path, sizeof path, "%s/.lock", dir);
     if (!stat(path, &status)) return 0;
+    if (errno != ENOENT) return error_set(error, "--resume: %s: %s", path, strerror(errno));
     return error_set(error, "--resume: --out %s holds no run: looked for a config.json with its options, found none", dir);
 }
 
