@@ -315,7 +315,7 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
         Entry *entry = &bench->entries[k];
         const AttentionKernel *kernel = entry->kernel;
         int width = bench->label_width;
-        crash_doing("attention kernel %s", entry->label);
+        crash_words("crashed in attention kernel %s", entry->label);
         Judgement judgement = {""};
         Timing timing = {0};
         const char *reason = needs_tf32(kernel, shape, bench->machine.sm) ? NULL : kernel->refuse(shape, bench->machine.sm);

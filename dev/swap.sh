@@ -4,14 +4,15 @@
 #   sh dev/swap.sh KERNEL... [-- training options]
 #
 # A KERNEL is a name of the table (./train_gpt --list-attention), the path of a .so, or the name of a variant in
-# dev/attention, .c or .cu, which is built first. Paths are those of the directory you stand in. Kernels for the GPU need a train_gpt that was built for it; kernels for the
-# CPU then need --device cpu among the options, so the two kinds do not mix in one comparison. All runs share seed and
+# dev/attention, .c or .cu, which is built first. Paths are those of the directory you stand in. Kernels for the GPU need a
+# train_gpt that was built for it; kernels for the CPU then need --device cpu among the options, so the two kinds do not mix in one comparison. All runs share seed and
 # options; without --data or --train among them the corpus is a small one made here. Options given after -- win over these:
 # 4 layers, 4 heads, 128 wide, T 64, batch 12, 100 steps, 10 of them warmup (with --steps and no --warmup: as the trainer
 # would have it). --attention and --out are refused there: the kernels are the arguments before --, the folder is SWAP_OUT.
 # The first kernel is the one that the others are compared with.
 #
-# Writes SWAP_OUT (default: runs/swap-DATE-TIME beside dev): one run directory a kernel, and curves.png where matplotlib is installed.
+# Writes SWAP_OUT (default: runs/swap-DATE-TIME beside dev): one run directory a kernel, and curves.png where matplotlib is
+# installed.
 # Exit status: 0 done, 1 a run or the comparison failed, 2 wrong arguments.
 root=$(cd "$(dirname "$0")/.." && pwd) || exit 1
 
@@ -56,30 +57,27 @@ for option in "$@"; do
 done
 options="$options $warmup"
 
-# What --attention takes for a choice.
-kernel_of() {
+# What --attention takes for a kernel.
+choice_of() {
     case $1 in
-        built:*) echo "$root/build/attention/${1#built:}.so" ;;
-        *) echo "$1" ;;
+        */* | *.so) echo "$1" ;;
+        *) if [ -e "$root/dev/attention/$1.c" ] || [ -e "$root/dev/attention/$1.cu" ]; then
+               echo "$root/build/attention/$1.so"
+           else echo "$1"; fi ;;
     esac
 }
 
 # Every kernel is built and opened, by a run of no steps, before the first is trained with.
-choices=
 for kernel in $kernels; do
-    choice=$kernel
-    case $kernel in
-        */* | *.so) [ -r "$kernel" ] || fail "cannot read $kernel" 2 ;;
-        *) if [ -e "$root/dev/attention/$kernel.c" ] || [ -e "$root/dev/attention/$kernel.cu" ]; then
-               make -C "$root" --no-print-directory ARCH="$ARCH" "build/attention/$kernel.so" ||
-                   fail "cannot build $kernel (a .cu needs nvcc, and a GPU or ARCH=sm_90a)" 1
-               choice=built:$kernel # a word: the root may have blanks
-           fi ;;
+    choice=$(choice_of "$kernel")
+    case $choice in
+        "$kernel") case $kernel in */* | *.so) [ -r "$kernel" ] || fail "cannot read $kernel" 2 ;; esac ;;
+        *) make -C "$root" --no-print-directory ARCH="$ARCH" "build/attention/$kernel.so" ||
+               fail "cannot build $kernel (a .cu needs nvcc, and a GPU or ARCH=sm_90a)" 1 ;;
     esac
     # shellcheck disable=SC2086 -- words
-    "$train" $options "$@" --steps 0 --warmup 0 --eval-every 0 --sample-every 0 --attention "$(kernel_of "$choice")" > /dev/null ||
+    "$train" $options "$@" --steps 0 --warmup 0 --eval-every 0 --sample-every 0 --attention "$choice" > /dev/null ||
         fail "$kernel cannot run with these options" 2
-    choices="$choices $choice"
 done
 mkdir -p "$out" || exit 1
 
@@ -89,12 +87,13 @@ if [ -z "$has_data" ]; then
 fi
 
 names=
-for choice in $choices; do
-    name=$(basename "${choice#built:}" .so)
+for kernel in $kernels; do
+    choice=$(choice_of "$kernel")
+    name=$(basename "$kernel" .so)
     while [ -e "$out/$name" ]; do name=$name+; done
-    echo "== $(kernel_of "$choice")"
+    echo "== $choice"
     # shellcheck disable=SC2086 -- words
-    "$train" $options "$@" --attention "$(kernel_of "$choice")" --out "$out/$name" || exit 1
+    "$train" $options "$@" --attention "$choice" --out "$out/$name" || exit 1
     names="$names $name"
 done
 

@@ -16,7 +16,7 @@
 #include <sys/mman.h>
 
 #include "tests/attention_truth.h"
-#include "tests/crash.h"
+#include "trainer/crash.h"
 
 /* Where a kernel's pointers live. copy_out waits for the work on the stream. */
 typedef struct Machine {
@@ -287,7 +287,7 @@ static inline void accept_tensor(const Call *call, int tensor, float *values)
 
 static inline const char *call_forward(const Call *call, const AttentionKernel *kernel)
 {
-    crash_doing("attention kernel %s, forward", kernel->name);
+    crash_words("crashed in attention kernel %s, forward", kernel->name);
     return kernel->forward(call_output(call, TENSOR_O), (float *)(void *)(call->LSE.memory + call->LSE.start),
                            call->saved.memory + call->saved.start, call->scratch.memory + call->scratch.start,
                            call_input(call, TENSOR_Q), call_input(call, TENSOR_K), call_input(call, TENSOR_V), call->shape,
@@ -296,7 +296,7 @@ static inline const char *call_forward(const Call *call, const AttentionKernel *
 
 static inline const char *call_backward(const Call *call, const AttentionKernel *kernel)
 {
-    crash_doing("attention kernel %s, backward", kernel->name);
+    crash_words("crashed in attention kernel %s, backward", kernel->name);
     return kernel->backward(call_output(call, TENSOR_DQ), call_output(call, TENSOR_DK), call_output(call, TENSOR_DV),
                             call->scratch.memory + call->scratch.start, call_input(call, TENSOR_DO),
                             call_input(call, TENSOR_Q), call_input(call, TENSOR_K), call_input(call, TENSOR_V),

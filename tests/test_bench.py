@@ -696,8 +696,8 @@ def test_sanitize():
                                 ("that it told nothing", "exit 0", "without a summary"),
                                 ("that the program failed", "echo wrong >&2; exit 1", "failed: wrong")):
         with test(f"gpu_test.sh: the line of a tool says {what}"):
-            status, lines = sanitize("racecheck", "test_attention", answer)
-            start = "FAIL compute-sanitizer racecheck: test_attention: "
+            status, lines = sanitize("racecheck", "test_cuda_gpt", answer)
+            start = "FAIL compute-sanitizer racecheck: test_cuda_gpt: "
             check(status == 1 and lines[1].startswith(start) and words in lines[1], status, lines)
             check(lines[0].startswith("ok") and lines[2].startswith("ok") and "2 passed, 1 failed" in lines[3], lines)
 

@@ -600,7 +600,7 @@ static void test_backend(void)
     test_side(1);
     test_measured(is_emulated());
     if (is_emulated()) test_without_epilogues();
-    else if (!getenv("FLASHGPT_SANITIZE")) test_large();
+    else test_large();
 }
 
 int main(void)

@@ -6,6 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "trainer/crash.h"
+
 volatile sig_atomic_t process_stop;
 
 static void stop_handler(int number) { process_stop = number; }
@@ -37,28 +39,10 @@ void process_prepare(void)
     signal(SIGXFSZ, SIG_IGN);
 }
 
-static char blamed[4200];
-
-static void crash_handler(int number)
-{
-    static const char before[] = "train_gpt: crashed, most likely in the attention kernel ",
-                      after[] = ", which is from outside (build/tests/test_attention and build/dev/bench_attention check it)\n";
-    if (write(STDERR_FILENO, before, sizeof before - 1) < 0 || write(STDERR_FILENO, blamed, strlen(blamed)) < 0 ||
-        write(STDERR_FILENO, after, sizeof after - 1) < 0)
-        _exit(1);
-    raise(number); /* by default now */
-}
-
 void process_blame(const char *path)
 {
-    static const int numbers[] = {SIGSEGV, SIGFPE, SIGILL};
-    struct sigaction before, action;
-    snprintf(blamed, sizeof blamed, "%s", path);
-    memset(&action, 0, sizeof action);
-    action.sa_handler = crash_handler;
-    action.sa_flags = (int)(SA_RESETHAND | SA_NODEFER);
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
-        if (!sigaction(numbers[i], NULL, &before) && before.sa_handler == SIG_DFL) sigaction(numbers[i], &action, NULL);
+    crash_words("train_gpt: crashed, most likely in the attention kernel %s, which is from outside (build/tests/test_attention "
+                "and build/dev/bench_attention check it)", path);
 }
 
 int process_flush(Error *error)

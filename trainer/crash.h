@@ -1,8 +1,8 @@
 /* crash.h - a program that foreign code brings down says what it was doing.
  *
- * crash_doing("kernel x, forward") before a call; where the process dies of SIGSEGV and the like, one line on stderr names
- * the last. The process then dies of the signal, as it would without. Under a sanitizer, which has handlers and a better
- * report of its own, nothing is changed.
+ * crash_words("crashed in kernel x") before a call: where the process dies of SIGSEGV and the like, one line on stderr has
+ * the last of these words. The process then dies of the signal, as it would without. Signals that have handlers are left to
+ * them: under a sanitizer, whose report says more, nothing is changed.
  */
 #ifndef CRASH_H
 #define CRASH_H
@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static char crash_text[512];
+static char crash_text[4608]; /* a path and words around it */
 
 static void crash_handler(int number)
 {
@@ -23,14 +23,14 @@ static void crash_handler(int number)
     const char *name = "a signal";
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (names[i].number == number) name = names[i].name;
-    const char *parts[] = {"crashed in ", crash_text, ": ", name, "\n"};
+    const char *parts[] = {crash_text, ": ", name, "\n"};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
         if (write(STDERR_FILENO, parts[i], strlen(parts[i])) < 0) break;
     raise(number); /* by default now */
 }
 
 __attribute__((format(printf, 1, 2)))
-static void crash_doing(const char *format, ...)
+static void crash_words(const char *format, ...)
 {
     static const int numbers[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
     static int ready;
