@@ -17,7 +17,8 @@
  * Which algorithm is best for a shape is asked once (cublasLtMatmulAlgoGetHeuristic) and kept in a small table. The first of the
  * library's list is often not the fastest of it; so under Backend.measure all of the list are tried once, and timed. Where the library has
  * none for an epilogue (odd widths, mostly) the epilogue is left out and a kernel does its work afterwards.
- * fp32 products are true fp32 (CUBLAS_COMPUTE_32F) unless the stream was opened with tf32.
+ * fp32 products are true fp32 (CUBLAS_COMPUTE_32F) unless the stream was opened with tf32. Algorithms that split k and add the
+ * parts up in bf16 are excluded: the library offers them for small products, and they cost two bits of the result.
  */
 #include <cublasLt.h>
 #include <string.h>
@@ -182,10 +183,13 @@ static void plan_make(ProductPlan *plan, const ProductKey *key, const ProductCal
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
     size_t workspace = WORKSPACE_BYTES;
+    /* Sums of parts of k are added up in fp32, not in the bf16 of the output. */
+    uint32_t reductions = out == CUDA_R_16BF ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_MASK;
     uint32_t alignment = (uint32_t)key->alignment;
     int found = 0, wanted = is_trial(stream) ? CANDIDATES : 1;
     BLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
+    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions);
     cublasLtMatmulPreferenceAttributes_t alignments[] = {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                                          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
     for (int i = 0; i < 4; i++) cublasLtMatmulPreferenceSetAttribute(preference, alignments[i], &alignment, sizeof alignment);

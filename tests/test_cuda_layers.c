@@ -509,6 +509,8 @@ static void test_measured(int emulated)
         test_linear(17, 48, 136);
         if (!emulated) test_linear(1000, 64, 257);
         if (!emulated) test_linear(300, 384, 1536);
+        if (!emulated) test_linear(24, 64, 2048); /* long sums of few results: parts of them are added up */
+        if (!emulated) test_linear(24, 2048, 64);
         gpu->measure(gpu_stream, 0);
         test_linear(17, 48, 136);
         if (emulated) check_delay(cases[k].after, cases[k].delays);

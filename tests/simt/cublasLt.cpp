@@ -2,7 +2,9 @@
  *
  *     D = epilogue(alpha op(A) op(B) + beta C)        all column-major; op(A) (m,k), op(B) (k,n), C and D (m,n)
  *
- * in fp32 and in one order, whatever the types in memory. The epilogue sees the fp32 result; aux and bias have D's type.
+ * in fp32 and in one order, whatever the types in memory. The epilogue sees the fp32 result; aux and bias have D's type. Only
+ * where the preference leaves the library free to add up parts of a sum in D's type, it does: after every PART of k the sum is
+ * rounded to that.
  *
  * A mistake in the arguments is the error that the library returns, with a line on stderr that says what is wrong: sizes and
  * leading dimensions that do not fit, addresses outside of device memory or less aligned than the heuristic was promised, an
@@ -45,6 +47,7 @@ struct cublasLtMatrixLayoutOpaque {
 struct cublasLtMatmulPreferenceOpaque {
     uint64_t workspace;
     uint32_t alignment[4]; /* A, B, C, D */
+    uint32_t reductions;   /* cublasLtReductionScheme_t, those that may be taken */
 };
 
 /* What an algorithm may rely on, kept in cublasLtMatmulAlgo_t. */
@@ -52,6 +55,7 @@ struct Promise {
     uint64_t magic, workspace;
     uint32_t alignment[4];
     int delay; /* milliseconds */
+    int coarse; /* parts of sums are added up in the output's type */
 };
 static_assert(sizeof(Promise) <= sizeof(cublasLtMatmulAlgo_t), "a promise fits where algorithms are kept");
 static const uint64_t PROMISE_MAGIC = 0x73696d742d626c73;
@@ -161,7 +165,7 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout)
 
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *preference)
 {
-    *preference = new cublasLtMatmulPreferenceOpaque{0, {256, 256, 256, 256}};
+    *preference = new cublasLtMatmulPreferenceOpaque{0, {256, 256, 256, 256}, CUBLASLT_REDUCTION_SCHEME_MASK};
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -176,6 +180,7 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
                                                     size_t bytes)
 {
     if (attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) return read_value(&preference->workspace, value, bytes);
+    if (attribute == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) return read_value(&preference->reductions, value, bytes);
     return read_value(&preference->alignment[attribute - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES], value, bytes);
 }
 
@@ -221,7 +226,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     if (wanted < 1) return wrong("no algorithm is wanted");
     if (epilogue_refused(product->epilogue)) return CUBLAS_STATUS_NOT_SUPPORTED;
     if (product->epilogue & 128 && product->aux_ld % 8) return CUBLAS_STATUS_NOT_SUPPORTED;
-    Promise promise = {PROMISE_MAGIC, preference->workspace, {0, 0, 0, 0}, 0};
+    Promise promise = {PROMISE_MAGIC, preference->workspace, {0, 0, 0, 0}, 0,
+                       (preference->reductions & ~(uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE) != 0};
     memcpy(promise.alignment, preference->alignment, sizeof promise.alignment);
     const char *delays = getenv("SIMT_CUBLASLT_DELAYS"), *at = delays ? delays : "0";
     while (*at && *found < wanted) {
@@ -243,6 +249,7 @@ struct Product {
     float alpha, beta;
     const void *A, *B, *C;
     void *D;
+    int coarse;
 };
 
 static bool overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes)
@@ -332,6 +339,7 @@ static void column_finish(const Product &p, int64_t j, const float *result)
 
 static void product_run(const Product &p)
 {
+    enum { PART = 16 };
     std::vector<float> A = factor(p.A, p.a, p.how.transposed_a), B = factor(p.B, p.b, p.how.transposed_b);
     int64_t m = p.d.rows, n = p.d.columns, k = p.how.transposed_a ? p.a.rows : p.a.columns;
     std::vector<float> result((size_t)m);
@@ -341,6 +349,8 @@ static void product_run(const Product &p)
             float factor_b = B[(size_t)(j * k + l)], *out = result.data();
             const float *column = A.data() + l * m;
             for (int64_t i = 0; i < m; i++) out[i] += column[i] * factor_b;
+            if (p.coarse && p.d.type == CUDA_R_16BF && (l + 1) % PART == 0)
+                for (int64_t i = 0; i < m; i++) out[i] = __bfloat162float(__float2bfloat16_rn(out[i]));
         }
         column_finish(p, j, result.data());
     }
@@ -358,7 +368,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t product, co
     if (promise.workspace > workspace_bytes || simt_memory(workspace, workspace_bytes) != SIMT_DEVICE)
         return wrong("a workspace of %zu bytes, the algorithm was told of %zu", workspace_bytes, (size_t)promise.workspace);
     if (promise.delay < 0) return CUBLAS_STATUS_NOT_SUPPORTED;
-    Product p = {*product, *a, *b, *c, *d, *(const float *)alpha, *(const float *)beta, A, B, C, D};
+    Product p = {*product, *a, *b, *c, *d, *(const float *)alpha, *(const float *)beta, A, B, C, D, promise.coarse};
     cublasStatus_t status = product_check(p, promise);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     static uint64_t stamps;
