@@ -199,12 +199,16 @@ def test_streams():
     with test("cuda: work goes to the current stream"):
         Q = random((4, 8, 1024, 64), "cuda", torch.float32, 21).detach()
         O, side = attention(Q, Q, Q), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(100_000_000)
-            late = Q * 1
-            again = attention(late, late, late)
-        check(not side.query(), "the stream is done too early to tell")
+        for cycles in (10**8, 10**9, 10**10): # longer where the host was too slow for the stream to be asleep still
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(cycles)
+                late = Q * 1
+                again = attention(late, late, late)
+            if not side.query():
+                break
+        else:
+            check(False, "the stream is done too early to tell")
         side.synchronize()
         check(torch.equal(O, again), "the kernel did not wait for its stream")
 
