@@ -83,12 +83,20 @@ run_tool() {
             $width --seq 33 --batch 3 --steps 3 --eval-every 0 --save-every 0 --out "$run/$tool-$dtype"
     done
     sanitized test_attention "$BUILD/tests/test_attention" again
-    # racecheck takes minutes over each of these, for cuBLAS's kernels: give it more SANITIZER_SECONDS.
-    if [ "$tool" != initcheck ]; then # for the same reason
-        sanitized test_cuda_gpt "$BUILD/tests/test_cuda_gpt"
-        sanitized test_cuda_layers "$BUILD/tests/test_cuda_layers"
-        sanitized test_decode "$BUILD/tests/test_decode"
-    fi
+    case $tool in
+        initcheck) ;; # for the same reason
+        racecheck)
+            # It takes minutes over cuBLAS's sm_90 products, and makes them fail where it is told to pass them over. So the
+            # tests leave those products out (see tests/test.h), test_cuda_gpt, which has hardly anything else, is not run,
+            # its kernels being those of the training steps above, and other products are passed over.
+            sanitized test_cuda_layers --kernel-name-exclude kns=gemm --kernel-name-exclude kns=cutlass \
+                "$BUILD/tests/test_cuda_layers"
+            sanitized test_decode "$BUILD/tests/test_decode" ;;
+        *)
+            sanitized test_cuda_gpt "$BUILD/tests/test_cuda_gpt"
+            sanitized test_cuda_layers "$BUILD/tests/test_cuda_layers"
+            sanitized test_decode "$BUILD/tests/test_decode" ;;
+    esac
     took="$(($(date +%s) - began)) s"
     clean=${finished#, }
     if [ -z "$faults" ]; then
@@ -104,12 +112,15 @@ run_tool() {
 
 sanitize_all() {
     # GOMP_SPINCOUNT: so that the trainer does not start itself anew under the tool to set it.
-    export FLASHGPT_SANITIZE=1 FLASHGPT_GPU_ONLY=1 GOMP_SPINCOUNT=1000
+    export FLASHGPT_GPU_ONLY=1 GOMP_SPINCOUNT=1000
     lines='' passed=0 failed=0 skipped=0
     if command -v compute-sanitizer > /dev/null; then
         run=$(mktemp -d)
         if "$python" data/prepare.py --text builtin --builtin-bytes 100000 --out "$run/data" > /dev/null; then
-            for tool in $tools; do run_tool; done
+            for tool in $tools; do
+                export FLASHGPT_SANITIZE="$tool"
+                run_tool
+            done
         else
             lines='FAIL compute-sanitizer: data/prepare.py failed
 ' failed=1

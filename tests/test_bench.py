@@ -691,13 +691,14 @@ def test_sanitize():
         for name in ("train_gpt bf16", "train_gpt fp32", "test_attention", "test_cuda_gpt", "test_cuda_layers",
                      "test_decode"):
             check(name in lines[0], name, lines)
+            check(name in lines[1] or name == "test_cuda_gpt", name, lines)
     for what, answer, words in (("what it found", "echo '========= RACECHECK SUMMARY: 3 hazards'; exit 99", "3 hazards"),
                                 ("that it did not finish", "sleep 20", "did not finish"),
                                 ("that it told nothing", "exit 0", "without a summary"),
                                 ("that the program failed", "echo wrong >&2; exit 1", "failed: wrong")):
         with test(f"gpu_test.sh: the line of a tool says {what}"):
-            status, lines = sanitize("racecheck", "test_cuda_gpt", answer)
-            start = "FAIL compute-sanitizer racecheck: test_cuda_gpt: "
+            status, lines = sanitize("racecheck", "test_cuda_layers", answer)
+            start = "FAIL compute-sanitizer racecheck: test_cuda_layers: "
             check(status == 1 and lines[1].startswith(start) and words in lines[1], status, lines)
             check(lines[0].startswith("ok") and lines[2].startswith("ok") and "2 passed, 1 failed" in lines[3], lines)
 

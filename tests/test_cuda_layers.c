@@ -243,6 +243,10 @@ static void test_layernorm(int64_t N, int64_t C)
 static void test_linear(int64_t N, int64_t C, int64_t OC)
 {
     TEST("%s linear N%lld C%lld OC%lld", gpu->name, (long long)N, (long long)C, (long long)OC);
+    if (gpu->dtype == DTYPE_BF16 && C % 8 == 0 && OC % 8 == 0 && UNDER_RACECHECK()) {
+        SKIP("racecheck takes minutes over it");
+        return;
+    }
     double spread = 1 / sqrt((double)C);
     rounded_twice = OC % 8 != 0 || C % 8 != 0 || getenv("SIMT_CUBLASLT_REFUSE");
     Tensor x = tensor_new(N * C, 0, RANDOM, 1), w = tensor_new(OC * C, 0, RANDOM, spread), b = tensor_new(OC, 0, RANDOM, 1);
