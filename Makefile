@@ -174,7 +174,7 @@ $(BUILD)/%.c.o: %.c $(BUILD)/flags
 $(BUILD)/trainer/report.c.o: trainer/report.html
 
 # NVTX's header comes with the CUDA Toolkit and is all of NVTX: a build for the CPU names its ranges too where it is found.
-$(BUILD)/train_gpt.o: override CPPFLAGS += $(patsubst %/bin/nvcc,-isystem %/include,$(realpath $(shell command -v $(NVCC))))
+$(BUILD)/train_gpt.o $(BUILD)/layers/gpt.c.o: override CPPFLAGS += $(patsubst %/bin/nvcc,-isystem %/include,$(realpath $(shell command -v $(NVCC))))
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)

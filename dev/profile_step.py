@@ -15,8 +15,7 @@ causal attention counted by half); any other kernel not less than the bytes that
 large copy (--bandwidth, else what dev/results/<gpu>/layers.csv says). "of floor" is the floor's share of the time: 100% is
 as fast as can be with what the kernel moves.
 
-Products get the names of the places they are called from, by the order of layers/gpt.c, where their number fits it (one
-micro-step, nothing recomputed, attention without cuBLAS); else those of their kernels.
+Products and attention are told by the ranges that layers/gpt.c puts around them, however many kernels a product takes.
 
 The table goes to stdout and to dev/results/<gpu>/profile.csv. Exit status: 0, 1 where a run failed or ncu's output is not
 what was expected, 2 for wrong arguments. Environment: TRAIN, the binary (default ./train_gpt).
@@ -44,13 +43,13 @@ SECONDS = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3,
 COUNTS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 COLUMNS = ["part", "kernel", "launches", "ms", "share", "MB", "GB/s", "TFLOP/s", "floor ms", "of floor"]
 
-# The products of a block in the order in which layers/gpt.c calls them, with their operations in units of 2 N C C.
-FORWARD = (("qkv forward", 3), ("proj forward", 1), ("fc forward", 4), ("fcproj forward", 4))
-HEAD = ("head forward", "head backward input", "head backward weight")
-BACKWARD = (("fcproj backward weight", 4), ("fcproj backward input", 4), ("fc backward weight", 4), ("fc backward input", 4),
-            ("proj backward weight", 1), ("proj backward input", 1), ("qkv backward weight", 3), ("qkv backward input", 3))
+# The ranges of layers/gpt.c: (what, way), and the operations of all products of a kind in units of 2 N C C a layer.
+UNITS = {"qkv": 3, "proj": 1, "fc": 4, "fcproj": 4}
+WAYS = ("forward", "backward input", "backward weight")
+RANGES = [f"{what} {way}" for what in (*UNITS, "head") for way in WAYS] + ["attention forward", "attention backward"]
+RANGE_COLUMN = "Push/Pop_Range"  # part of the name of the column in which ncu lists a launch's ranges
 
-Launch = collections.namedtuple("Launch", "name grid seconds bytes")
+Launch = collections.namedtuple("Launch", "name grid seconds bytes range")
 Model = collections.namedtuple("Model", "L C Vp B T")  # as in layers/backend.h
 
 
@@ -65,8 +64,8 @@ def parse_number(text):
 
 
 def parse_ncu(text, metrics=(TIME, BYTES)):
-    """Launches in ncu's `--csv --page raw` output, whatever else was printed around the table: names, grids, and the metrics
-    in seconds and bytes. Failed where the table is not there, or a value is none."""
+    """Launches in ncu's `--csv --page raw` output, whatever else was printed around the table: names, grids, the metrics in
+    seconds and bytes, and which of RANGES they are in ("": none). Failed where the table is not there, or a value is none."""
     start = text.find('"ID",')
     if start < 0:
         said = [line for line in text.splitlines() if line.startswith("==ERROR==")] or text.strip().splitlines()[-1:]
@@ -83,14 +82,17 @@ def parse_ncu(text, metrics=(TIME, BYTES)):
         factor[metric] = {**SECONDS, **COUNTS}.get(unit)
         if factor[metric] is None and metric in (TIME, BYTES):
             raise Failed(f"ncu gives {metric} in '{unit}', expected one of {', '.join([*SECONDS, *COUNTS])}")
+    places = [i for i, name in enumerate(names) if RANGE_COLUMN in name]
+    known = re.compile(r"(?<!\w)(?:" + "|".join(RANGES) + r")(?!\w)")
     for row in rows[2:]:
+        found = known.search(" ".join(row[i] for i in places if i < len(row)))
         values = dict(zip(names, row))
         numbers = {metric: parse_number(values.get(metric, "")) for metric in metrics}
         for metric, number in numbers.items():
             if number is None:
                 raise Failed(f"ncu's launch {values['ID']} has {metric} '{values.get(metric)}', expected a number")
         launches.append(Launch(values["Kernel Name"], values["Grid Size"], numbers.get(TIME, 0) * factor.get(TIME, 1),
-                               numbers.get(BYTES, 0) * factor.get(BYTES, 1)))
+                               numbers.get(BYTES, 0) * factor.get(BYTES, 1), found.group() if found else ""))
     return launches
 
 
@@ -123,48 +125,30 @@ def last_step(launches):
 # --- what the launches are ----------------------------------------------------------------------------------------------
 
 def is_product(name):
-    return bool(re.search(r"nvjet|gemm|gemv|xmma|cutlass", name)) and "splitK" not in name
+    """Whether a kernel is cuBLAS's: its products, and what it launches to add up their parts."""
+    return bool(re.search(r"nvjet|gemm|gemv|xmma|cutlass|splitK|reduce_1Block|cublasLt::", name))
 
 
-def is_product_rest(name):
-    """What cuBLAS launches behind a product to add up its parts."""
-    return bool(re.search(r"splitK|reduce_1Block|cublasLt::", name))
-
-
-def product_names(count, L):
-    """What `count` products of a step are, in order; None where they are not those of L layers and chunks of the head."""
-    chunks, rest = divmod(count - L * (len(FORWARD) + len(BACKWARD)), len(HEAD))
-    if rest or chunks < 1:
-        return None
-    return [name for name, _ in FORWARD] * L + list(HEAD) * chunks + [name for name, _ in BACKWARD] * L
-
-
-def label_launches(launches, L):
-    """A (part, name) for each launch; the parts are "products", "attention forward", "attention backward" and "other". Where
-    products cannot be told apart, there is no attention either: its kernels are found by their place between products."""
-    names = product_names(sum(is_product(launch.name) for launch in launches), L)
-    labels, last, next_name = [], "", iter(names or ())
-    for launch in launches:
-        if is_product(launch.name):
-            last = next(next_name) if names else shorten(launch.name)
-            labels.append(("products", last))
-        elif is_product_rest(launch.name):
-            labels.append(("products", last or shorten(launch.name)))
-        else:
-            name = shorten(launch.name)
-            part = {"qkv forward": "attention forward", "proj backward input": "attention backward"}.get(last, "other")
-            labels.append((part if names and "column" not in name else "other", name))
-    return labels
+def label(launch):
+    """(part, name) of a launch; the parts are "products", "attention forward", "attention backward" and "other". What a
+    product needs beside it (sums of columns, a GELU) is other."""
+    name = shorten(launch.name)
+    if launch.range.startswith("attention"):
+        return launch.range, name
+    if is_product(launch.name):
+        return "products", launch.range or name
+    return "other", name
 
 
 def operations_of(name, model):
     """Operations of all launches of a product, or part, in a step; 0 where they do not count."""
     N, C, L = model.B * model.T, model.C, model.L
-    attention = 4.0 * N * model.T * C / 2 * L
-    if name in ("attention forward", "attention backward"):
-        return attention * (1 if name == "attention forward" else 2.5)
-    return {**{product: 2.0 * N * C * C * units * L for product, units in FORWARD + BACKWARD},
-            **{product: 2.0 * N * C * model.Vp for product in HEAD}}.get(name, 0)
+    what, _, way = name.partition(" ")
+    if what == "attention":
+        return 4.0 * N * model.T * C / 2 * L * (1 if way == "forward" else 2.5)
+    if what == "head" and way in WAYS:
+        return 2.0 * N * C * model.Vp
+    return 2.0 * N * C * C * UNITS[what] * L if what in UNITS and way in WAYS else 0
 
 
 def make_rows(launches, model, bandwidth, peak):
@@ -172,7 +156,8 @@ def make_rows(launches, model, bandwidth, peak):
     second (0: not known)."""
     Sum = collections.namedtuple("Sum", "launches seconds bytes")
     sums, total = {}, sum(launch.seconds for launch in launches)
-    for launch, (part, name) in zip(launches, label_launches(launches, model.L)):
+    for launch in launches:
+        part, name = label(launch)
         for key in ((part, ""), (part, name)):
             before = sums.get(key, Sum(0, 0, 0))
             sums[key] = Sum(before.launches + 1, before.seconds + launch.seconds, before.bytes + launch.bytes)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The timeline of a short run on a GPU, by Nsight Systems: kernels and copies below the trainer's ranges (trainer/ranges.h).
+# The timeline of a short run on a GPU, by Nsight Systems: kernels and copies below the trainer's ranges (layers/ranges.h).
 #
 #   sh dev/trace.sh TRAIN_GPT OUT [OPTION OF TRAIN_GPT ...]
 #

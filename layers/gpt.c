@@ -34,6 +34,7 @@
 #include <string.h>
 
 #include "data/random.h"
+#include "layers/ranges.h"
 
 enum {
     ALIGNMENT = 256,             /* bytes: what vector loads and cuBLAS like */
@@ -784,17 +785,25 @@ static void block_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T, const float
     const Backend *be = gpt->backend;
     int64_t N = B * T, C = gpt->config.channels;
     void *branch = gpt->scratch + gpt->layout.branch;
+    range_begin("qkv forward");
     be->linear_forward(act_at(gpt, ACT_QKV, l), act_at(gpt, ACT_LN1, l), weight_at(gpt, GPT_QKV_W, l),
                        weight_at(gpt, GPT_QKV_B, l), N, C, 3 * C, gpt->stream);
+    range_end();
+    range_begin("attention forward");
     attend(gpt, l, B, T, use);
+    range_end();
+    range_begin("proj forward");
     be->linear_forward(branch, act_at(gpt, ACT_ATT, l), weight_at(gpt, GPT_PROJ_W, l), weight_at(gpt, GPT_PROJ_B, l), N, C,
                        C, gpt->stream);
+    range_end();
     be->residual_layernorm_forward(resid_at(gpt, ACT_RESID_MID, l), act_at(gpt, ACT_LN2, l),
                                    (float *)act_at(gpt, ACT_LN2_MEAN, l), (float *)act_at(gpt, ACT_LN2_RSTD, l), resid,
                                    branch, exact_weight_at(gpt, GPT_LN2_W, l), exact_weight_at(gpt, GPT_LN2_B, l), N, C,
                                    gpt->stream);
+    range_begin("fc forward");
     be->linear_gelu_forward(act_at(gpt, ACT_GELU, l), act_at(gpt, ACT_PRE, l), act_at(gpt, ACT_LN2, l),
                             weight_at(gpt, GPT_FC_W, l), weight_at(gpt, GPT_FC_B, l), N, C, 4 * C, gpt->stream);
+    range_end();
 }
 
 /* The block's last projection, its sum into the next block's input, and that block's ln1 (after the last block: ln_f). */
@@ -803,8 +812,10 @@ static void block_finish(Gpt *gpt, int64_t l, int64_t N)
     const Backend *be = gpt->backend;
     int64_t C = gpt->config.channels;
     void *branch = gpt->scratch + gpt->layout.branch;
+    range_begin("fcproj forward");
     be->linear_forward(branch, act_at(gpt, ACT_GELU, l), weight_at(gpt, GPT_FCPROJ_W, l), weight_at(gpt, GPT_FCPROJ_B, l), N,
                        4 * C, C, gpt->stream);
+    range_end();
     int last = l + 1 == gpt->config.layers;
     Activation out = last ? ACT_LNF : ACT_LN1, mean = last ? ACT_LNF_MEAN : ACT_LN1_MEAN,
                rstd = last ? ACT_LNF_RSTD : ACT_LN1_RSTD;
@@ -874,14 +885,20 @@ static void classify(Gpt *gpt, int64_t N, float dscale)
     for (int64_t first = 0; first < N; first += gpt->chunk) {
         int64_t n = N - first < gpt->chunk ? N - first : gpt->chunk;
         char *rows = hidden + (size_t)first * row;
+        range_begin("head forward");
         be->linear_forward(logits, rows, wte, NULL, n, C, gpt->Vp, gpt->stream);
+        range_end();
         be->loss_forward_backward(losses + first, logits, batch_targets(gpt, N) + first, dscale, n, gpt->config.vocab,
                                   gpt->Vp, gpt->stream);
         if (dscale == 0) continue;
+        range_begin("head backward input");
         be->linear_backward_input(gpt->scratch + gpt->layout.dnorm + (size_t)first * row, logits, wte, NULL, n, C, gpt->Vp,
                                   gpt->stream);
+        range_end();
+        range_begin("head backward weight");
         be->linear_backward_weight(gradient_at(gpt, GPT_WTE, 0), NULL, gpt->scratch + gpt->layout.work, logits, rows, n, C,
                                    gpt->Vp, gpt->stream);
+        range_end();
     }
     be->losses_sum(&result_at(gpt)->loss, losses, N, gpt->stream);
 }
@@ -924,7 +941,9 @@ static void logits_copy_out(Gpt *gpt, float *logits, int64_t row, int64_t count)
         if (at == 0) { /* the next rows that the scratch can hold */
             const char *hidden = (const char *)act_at(gpt, ACT_LNF, 0) + (size_t)((row + i) * C) * be->element;
             int64_t rows = count - i < gpt->chunk ? count - i : gpt->chunk;
+            range_begin("head forward");
             be->linear_forward(out, hidden, weight_at(gpt, GPT_WTE, 0), NULL, rows, C, gpt->Vp, gpt->stream);
+            range_end();
         }
         if (be->dtype == DTYPE_FP32) {
             be->copy_out(logits + i * V, logits_row, (size_t)V * 4, gpt->stream);
@@ -993,11 +1012,16 @@ static void wait_for_readers(Gpt *gpt, int64_t ticket)
 static int64_t weight_backward(Gpt *gpt, GptKind weight, GptKind bias, int64_t l, const void *dout, Activation input, int64_t N,
                                int64_t C, int64_t OC)
 {
+    static const char *const names[] = {[GPT_QKV_W] = "qkv backward weight", [GPT_PROJ_W] = "proj backward weight",
+                                        [GPT_FC_W] = "fc backward weight", [GPT_FCPROJ_W] = "fcproj backward weight"};
     const Backend *be = gpt->backend;
+    range_begin(names[weight]);
     if (be->side_begin) be->side_begin(gpt->stream);
     be->linear_backward_weight(gradient_at(gpt, weight, l), gradient_at(gpt, bias, l), gpt->scratch + gpt->layout.side_work,
                                dout, act_at(gpt, input, l), N, C, OC, gpt->stream);
-    return be->side_end ? be->side_end(gpt->stream) : 0;
+    int64_t ticket = be->side_end ? be->side_end(gpt->stream) : 0;
+    range_end();
+    return ticket;
 }
 
 /* Through the norm of layer l whose input is resid: dresid becomes the gradient of that. `flow` is what flows along beside the
@@ -1026,10 +1050,14 @@ static void mlp_backward(Gpt *gpt, int64_t l, int64_t N)
     gpt->dresid_reader[gpt->dresid_turn] =
         weight_backward(gpt, GPT_FCPROJ_W, GPT_FCPROJ_B, l, dresid, ACT_GELU, N, 4 * C, C);
     wait_for_readers(gpt, gpt->dpre_reader);
+    range_begin("fcproj backward input");
     be->linear_backward_input(dpre, dresid, weight_at(gpt, GPT_FCPROJ_W, l), act_at(gpt, ACT_PRE, l), N, 4 * C, C,
                               gpt->stream);
+    range_end();
     gpt->dpre_reader = weight_backward(gpt, GPT_FC_W, GPT_FC_B, l, dpre, ACT_LN2, N, C, 4 * C);
+    range_begin("fc backward input");
     be->linear_backward_input(dnorm, dpre, weight_at(gpt, GPT_FC_W, l), NULL, N, C, 4 * C, gpt->stream);
+    range_end();
     norm_backward(gpt, l, N, resid_at(gpt, ACT_RESID_MID, l), dresid_at(gpt), 1, GPT_LN2_W, GPT_LN2_B, ACT_LN2_MEAN,
                   ACT_LN2_RSTD);
 }
@@ -1041,11 +1069,17 @@ static void attention_half_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
     int64_t N = B * T, C = gpt->config.channels;
     void *dresid = dresid_real_at(gpt), *dnorm = gpt->scratch + gpt->layout.dnorm, *dqkv = gpt->scratch + gpt->layout.dqkv;
     gpt->dresid_reader[gpt->dresid_turn] = weight_backward(gpt, GPT_PROJ_W, GPT_PROJ_B, l, dresid, ACT_ATT, N, C, C);
+    range_begin("proj backward input");
     be->linear_backward_input(dnorm, dresid, weight_at(gpt, GPT_PROJ_W, l), NULL, N, C, C, gpt->stream);
+    range_end();
     wait_for_readers(gpt, gpt->dqkv_reader);
+    range_begin("attention backward");
     attention_backward(gpt, l, B, T);
+    range_end();
     gpt->dqkv_reader = weight_backward(gpt, GPT_QKV_W, GPT_QKV_B, l, dqkv, ACT_LN1, N, C, 3 * C);
+    range_begin("qkv backward input");
     be->linear_backward_input(dnorm, dqkv, weight_at(gpt, GPT_QKV_W, l), NULL, N, C, 3 * C, gpt->stream);
+    range_end();
     /* Below the first block no product reads dresid, only the embedding, in fp32. */
     norm_backward(gpt, l, N, resid_at(gpt, ACT_RESID, l), dresid_at(gpt), l > 0, GPT_LN1_W, GPT_LN1_B, ACT_LN1_MEAN,
                   ACT_LN1_RSTD);

@@ -467,39 +467,46 @@ def test_torch_steps():
 # --- dev/profile_step.py ------------------------------------------------------------------------------------------------
 
 def made_up_step(L, chunks):
-    """(name, nanoseconds, bytes) of the kernels of a step, as they come in layers/gpt.c."""
+    """(name, nanoseconds, bytes, range) of the kernels of a step, as they come in layers/gpt.c."""
     product = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NTT"
-    loss = "void loss_kernel<__nv_bfloat16, (int)8>(float *, T1 *, int)"
-    norm = "void layernorm_kernel<__nv_bfloat16>(T1 *)"
+    loss = ("void loss_kernel<__nv_bfloat16, (int)8>(float *, T1 *, int)", 60, 120, "")
+    norm = ("void layernorm_kernel<__nv_bfloat16>(T1 *)", 20, 40, "")
     columns = "void column_sums_kernel<__nv_bfloat16, (int)8>(float *, const T1 *, long, long)"
     dot, flash = "void (anonymous namespace)::dot_kernel<(int)64>(float *)", "void flash_forward_kernel<64>(T1)"
-    layer = [(product, 300, 10), (flash, 50, 5), (product, 100, 10), (norm, 20, 40), (product, 400, 10), (product, 400, 10),
-             (norm, 20, 40)]
-    head = [(product, 700, 10), (loss, 60, 120), (product, 700, 10), (product, 600, 10),
-            ("void cublasLt::splitKreduce_kernel<(int)32>(cublasLt::cublasSplitKParams<T>)", 100, 10)]
-    back = [(product, 400, 10), (columns, 10, 10), (product, 400, 10), (product, 400, 10), (columns, 10, 10),
-            (product, 400, 10), (norm, 20, 40), (product, 100, 10), (columns, 10, 10), (product, 100, 10), (dot, 10, 5),
-            (flash, 110, 5), (product, 300, 10), (columns, 10, 10), (product, 300, 10), (norm, 20, 40)]
-    return layer * L + head * chunks + back * L + [("void adamw_kernel<__nv_bfloat16, (int)4>(T1 *, float *)", 200, 800)]
+    layer = [(product, 300, 10, "qkv forward"), (flash, 50, 5, "attention forward"), (product, 100, 10, "proj forward"), norm,
+             (product, 400, 10, "fc forward"), (product, 400, 10, "fcproj forward"), norm]
+    rest = "void cublasLt::splitKreduce_kernel<(int)32>(cublasLt::cublasSplitKParams<T>)"
+    head = [(product, 700, 10, "head forward"), loss, (product, 700, 10, "head backward input"),
+            (product, 600, 10, "head backward weight"), (rest, 100, 10, "head backward weight")]
+    back = [launch for what, nanoseconds in (("fcproj", 400), ("fc", 400), ("proj", 100), ("qkv", 300))
+            for launch in ((product, nanoseconds, 10, f"{what} backward weight"), (columns, 10, 10, f"{what} backward weight"),
+                           (product, nanoseconds, 10, f"{what} backward input"),
+                           *({"fc": [norm], "qkv": [norm], "proj": [(dot, 10, 5, "attention backward"),
+                                                                    (flash, 110, 5, "attention backward")]}.get(what, [])))]
+    update = ("void adamw_kernel<__nv_bfloat16, (int)4>(T1 *, float *)", 200, 800, "")
+    return layer * L + head * chunks + back * L + [update]
 
 
 def ncu_csv(kernels, time_unit="ns", byte_unit="byte"):
-    """Kernels as ncu prints them, with what it prints around."""
+    """Kernels, (name, time, bytes, perhaps a range), as ncu prints them, with what it prints around."""
     lines = ["==PROF== Connected to process 12 (/x/train_gpt)",
              '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
-             '"Device","CC","dram__bytes.sum","gpu__time_duration.sum"',
-             f'"","","","","","","","","","","","{byte_unit}","{time_unit}"']
-    for i, (name, nanoseconds, count) in enumerate(kernels):
-        lines.append(f'"{i}","12","train_gpt","127.0.0.1","{name}","1","7","(256, 1, 1)","(80, 2, 1)","0","9.0",'
+             '"Device","CC","thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg",'
+             '"dram__bytes.sum","gpu__time_duration.sum"',
+             f'"","","","","","","","","","","","","{byte_unit}","{time_unit}"']
+    for i, (name, nanoseconds, count, *place) in enumerate(kernels):
+        ranges = "".join(f" <default domain>:{at}:none:none:none:none:ASCII:{at}" for at in ("update", "launch", *place) if at)
+        lines.append(f'"{i}","12","train_gpt","127.0.0.1","{name}","1","7","(256, 1, 1)","(80, 2, 1)","0","9.0","{ranges}",'
                      f'"{count:,}","{nanoseconds:,}"')
     return "\n".join(lines + ["==PROF== Disconnected from process 12"])
 
 
 def test_ncu():
     with test("profile_step.py: ncu's table, its units, and commas between thousands"):
-        launches = profile_step.parse_ncu(ncu_csv([("a<1>(int)", 12345678, 5), ("b", 2, 4000)], "us", "Kbyte"))
-        check([(launch.name, launch.grid) for launch in launches] ==
-              [("a<1>(int)", "(80, 2, 1)"), ("b", "(80, 2, 1)")], launches)
+        launches = profile_step.parse_ncu(ncu_csv([("a<1>(int)", 12345678, 5, "fcproj forward"), ("b", 2, 4000)],
+                                                      "us", "Kbyte"))
+        check([(launch.name, launch.grid, launch.range) for launch in launches] ==
+              [("a<1>(int)", "(80, 2, 1)", "fcproj forward"), ("b", "(80, 2, 1)", "")], launches)
         check(math.isclose(launches[0].seconds, 12.345678) and launches[1].bytes == 4e6, launches)
         for text, words in (("==ERROR== The application returned an error code (1).", "(1)"), ("", "nothing"),
                             (ncu_csv([("a", 1, 1)]).replace("dram__bytes.sum", "x"), "no column 'dram__bytes.sum'"),
@@ -517,7 +524,7 @@ def test_ncu():
                             ("k" * 90, "k" * 57 + "...")):
             check(profile_step.shorten(name) == short, profile_step.shorten(name))
     with test("profile_step.py: a step ends with its update, or the profile is refused"):
-        launch = [profile_step.Launch(name, "", 0, 0) for name, _, _ in made_up_step(1, 1)]
+        launch = [profile_step.Launch(name, "", 0, 0, place) for name, _, _, place in made_up_step(1, 1)]
         n = len(launch)
         check(profile_step.last_step(2 * launch) == launch, n)
         try:
@@ -593,7 +600,7 @@ def test_rows():
     launches = profile_step.parse_ncu(ncu_csv(made_up_step(2, 3)))
     rows = {(row["part"], row["kernel"]): row for row in profile_step.make_rows(launches, model, 1e9, 1e12)}
     with test("profile_step.py: kernels add up, by part and by name"):
-        total = sum(nanoseconds for _, nanoseconds, _ in made_up_step(2, 3))
+        total = sum(launch[1] for launch in made_up_step(2, 3))
         parts = [row for (_, kernel), row in rows.items() if not kernel]
         check(math.isclose(sum(float(row["ms"]) for row in parts), 1e-6 * total, abs_tol=3e-4), parts)
         check(sum(row["launches"] for row in parts) == len(launches), parts)
@@ -610,19 +617,15 @@ def test_rows():
                                     (("other", "adamw_kernel<bf16, 4>"), 200e-9, 800 / 1e9)):
             check(rows[key]["of floor"] == f"{100 * floor / seconds:.0f}%", key, rows[key], floor)
         check(not rows["attention forward", "flash_forward_kernel<64>"]["of floor"], "a part of attention has a floor")
-    with test("profile_step.py: products that do not fit the model keep the names of their kernels"):
-        launches = profile_step.parse_ncu(ncu_csv([("sm90_xmma_gemm_bf16", 5, 5), *made_up_step(2, 3)]))
-        rows = profile_step.make_rows(launches, model, 1e9, 0)
-        check({row["part"] for row in rows} == {"products", "other"}, rows)
-        check("sm90_xmma_gemm_bf16" in {row["kernel"] for row in rows}, rows)
-    with test("profile_step.py: the order of products is that of layers/gpt.c"):
+    with test("profile_step.py: products outside of the ranges keep the names of their kernels"):
+        launches = profile_step.parse_ncu(ncu_csv([("sm90_xmma_gemm_bf16", 5, 5)]))
+        rows = profile_step.make_rows(launches, model, 1e9, 1e12)
+        check([(row["part"], row["kernel"], row["of floor"]) for row in rows] ==
+              [("products", "", ""), ("products", "sm90_xmma_gemm_bf16", "")], rows)
+    with test("profile_step.py: the ranges are those of layers/gpt.c"):
         with open(os.path.join(ROOT, "layers", "gpt.c")) as file:
-            calls = re.findall(r"=\s*(weight_backward)\(gpt, GPT_(QKV|PROJ|FC|FCPROJ)_W|"
-                               r"be->linear_(gelu_forward|forward|backward_input)\([^;]*?GPT_(QKV|PROJ|FC|FCPROJ)_W",
-                               file.read())
-        ways = {"weight_backward": "backward weight", "gelu_forward": "forward", "backward_input": "backward input"}
-        found = [f"{(of or name).lower()} {ways.get(weight or way, way)}" for weight, of, way, name in calls]
-        check(found == [name for name, _ in profile_step.FORWARD + profile_step.BACKWARD], found)
+            found = re.findall(r'"((?:qkv|proj|fc|fcproj|head|attention) (?:forward|backward[ a-z]*))"', file.read())
+        check(set(found) == set(profile_step.RANGES), set(found) ^ set(profile_step.RANGES))
 
 
 def test_profile():

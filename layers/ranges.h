@@ -1,4 +1,4 @@
-/* ranges.h - named stretches of the trainer's time, which a profiler shows above the GPU's work (make trace).
+/* ranges.h - named stretches of time, which a profiler shows above the GPU's work: make trace, dev/profile_step.py.
  *
  * By NVTX where the compiler finds its header (the CUDA Toolkit has it, and it needs no library), else by nothing at all.
  * Without a profiler a range costs a load and a branch. Ranges nest: each end closes the youngest that is open. */
