@@ -27,12 +27,8 @@ import subprocess
 import sys
 import tempfile
 
-try:
-    import torch
-except ImportError as missing:
-    sys.exit(f"dev/attention_counters.py needs PyTorch: {missing}")
-import bench  # noqa: E402
-import bench_attention  # noqa: E402
+import bench
+import bench_attention
 
 # Column, metric, factor.
 METRICS = (
@@ -54,6 +50,7 @@ MARK = "spin_kernel"  # of torch.cuda._sleep: stands between the launches of one
 def run_operators(options):
     """Under ncu: each operator's forward and backward, once to warm up and once with the counters on, behind a mark. Writes
     which calls these were, in their order, to the file of --child."""
+    import torch
     calls = []
     for shape in options.shapes:
         tensors = bench_attention.make_tensors(shape, "cuda")
@@ -137,6 +134,7 @@ def parse_options(arguments):
 
 def main(arguments):
     options = parse_options(arguments)
+    bench_attention.need_torch()
     if options.child:
         run_operators(options)
         return 0

@@ -38,11 +38,12 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import bench  # noqa: E402
 
+MISSING = None
 try:
     import torch
-except ImportError as missing:
-    sys.exit(f"dev/bench_attention.py needs PyTorch: {missing}")
-import torch_attention  # noqa: E402
+    import torch_attention
+except ImportError as fault:  # need_torch() says so, behind --help and wrong arguments
+    MISSING = fault
 
 
 class Fault(Exception):
@@ -524,6 +525,12 @@ def label_kernels(names, known):
     return {name: name if short.count(base) > 1 else base for name, base in zip(names, short)}
 
 
+def need_torch():
+    """Ends the program where PyTorch is not installed."""
+    if MISSING:
+        sys.exit(f"dev/{os.path.basename(sys.argv[0])} needs PyTorch: {MISSING}")
+
+
 def parse_options(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", dest="shapes", action="append", type=parse_shape, metavar="B,NH,T,HS[,packed]",
@@ -538,6 +545,7 @@ def parse_options(arguments):
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where PyTorch sees a GPU")
     parser.add_argument("--out", metavar="CSV", help="default: dev/results/<gpu>/attention_torch.csv, of a selection none")
     options = parser.parse_args(arguments)
+    need_torch()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise Fault(f"--device cuda: PyTorch {torch.__version__} sees no GPU here")

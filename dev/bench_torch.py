@@ -17,13 +17,14 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import reference  # noqa: E402  (says so where PyTorch is missing)
+import reference  # noqa: E402
 
-torch, F = reference.torch, reference.F
+if not reference.MISSING:
+    torch, F = reference.torch, reference.F
 VOCAB_MULTIPLE = 128  # as layers/gpt.c pads on a GPU
 
 
-class Loss(torch.nn.Module):
+class Loss(reference.Module):
     """A model and its mean loss in one module, so that torch.compile sees both."""
 
     def __init__(self, model):
@@ -96,6 +97,7 @@ def main(arguments):
     try:
         options, given = reference.parse_options(others)
         reference.resolve_options(options, given)
+        reference.check_torch(options)
         if own.mode == "compiled" and not hasattr(torch, "compile"):
             raise reference.Fault(f"--mode compiled needs PyTorch 2, this is {torch.__version__}")
     except reference.Fault as fault:

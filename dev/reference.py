@@ -22,12 +22,14 @@ import re
 import sys
 import time
 
+MISSING = None
 try:
     import numpy
     import torch
     import torch.nn.functional as F
-except ImportError as missing:
-    sys.exit(f"dev/reference.py needs PyTorch and numpy: {missing}")
+    from torch.nn import Module
+except ImportError as fault:  # need_torch() says so, behind --help and what is wrong with the options
+    MISSING, Module = fault, object
 
 
 class Fault(Exception):
@@ -162,28 +164,38 @@ def check_options(values):
         least = {"batch": 1, "seq": 1, "eval-tokens": 1, "lr-final": -1}.get(name, 0)
         if not least <= value < (1 if name in ("beta1", "beta2") else math.inf):
             raise Fault(f"--{name}: got {value}, expected " + ("0 to below 1" if "beta" in name else f"at least {least}"))
-    check_device(values["device"])
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", values["device"]):
+        raise Fault(f"--device: got '{values['device']}', expected auto, cpu, cuda or cuda:N")
     if values["save"] and not values["out"]:
         raise Fault("--save needs --out DIR")
-    if values["attention"] == "sdpa" and not hasattr(F, "scaled_dot_product_attention"):
-        raise Fault(f"--attention sdpa needs PyTorch 2, this is {torch.__version__}")
-    if values["compile"] and not hasattr(torch, "compile"):
-        raise Fault(f"--compile needs PyTorch 2, this is {torch.__version__}")
 
 
-def check_device(name):
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise Fault(f"--device: got '{name}', expected auto, cpu, cuda or cuda:N")
+def need_torch():
+    """Ends the program where PyTorch or numpy is not installed."""
+    if MISSING:
+        sys.exit(f"dev/{os.path.basename(sys.argv[0])} needs PyTorch and numpy: {MISSING}")
+
+
+def check_torch(options):
+    """Whether this PyTorch has what the options ask for."""
+    need_torch()
+    name = options.device
     if name.startswith("cuda") and int(name[5:] or 0) >= torch.cuda.device_count():
         raise Fault(f"--device {name}: PyTorch {torch.__version__} sees {torch.cuda.device_count()} GPUs here")
+    if options.attention == "sdpa" and not hasattr(F, "scaled_dot_product_attention"):
+        raise Fault(f"--attention sdpa needs PyTorch 2, this is {torch.__version__}")
+    if options.compile and not hasattr(torch, "compile"):
+        raise Fault(f"--compile needs PyTorch 2, this is {torch.__version__}")
 
 
 def tokenizer_vocab(path):
     """Number of tokens in tokenizer.bin (data/tokenizer.h)."""
-    header = numpy.fromfile(path, dtype="<i4", count=4)
-    if len(header) < 4 or header[0] != 20240328 or header[1] != 2:
-        raise Fault(f"{path}: starts with {header[:2].tolist()}, expected magic 20240328 and version 2")
-    return int(header[2])
+    with open(path, "rb") as file:
+        header = file.read(16)
+    magic, version, vocab = (int.from_bytes(header[at:at + 4], "little") for at in (0, 4, 8))
+    if len(header) < 16 or magic != 20240328 or version != 2:
+        raise Fault(f"{path}: starts with {[magic, version]}, expected magic 20240328 and version 2")
+    return vocab
 
 
 def resolve_options(options, given):
@@ -401,8 +413,8 @@ def split(rows):
 
 # --- checkpoints in Hugging Face's layout (data/safetensors.h, data/checkpoint.h) -----------------------------------
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+          "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # as torch calls them
 
 
 def read_safetensors(path):
@@ -425,9 +437,9 @@ def read_safetensors(path):
         if name == "__metadata__":
             continue
         begin, end = entry["data_offsets"]
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
+        if entry["dtype"] not in DTYPES:
             raise Fault(f"{path}: {name} is of type {entry['dtype']}, expected one of {', '.join(DTYPES)}")
+        dtype = getattr(torch, DTYPES[entry["dtype"]])
         want = math.prod(entry["shape"]) * torch.empty(0, dtype=dtype).element_size()
         if not 0 <= begin <= end <= len(body) or end - begin != want:
             raise Fault(f"{path}: {name} has bytes {begin} to {end} of {len(body)}, expected {want} bytes")
@@ -438,7 +450,7 @@ def read_safetensors(path):
 
 def write_safetensors(path, tensors):
     """Writes tensors by name, in the given order, as the `safetensors` package would."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
     header, offset, pieces = {"__metadata__": {"format": "pt"}}, 0, []
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
@@ -502,7 +514,7 @@ def save_checkpoint(model, options, step):
 
 # --- the model: GPT-2 as published, modules named as in Hugging Face's files ----------------------------------------
 
-class Attention(torch.nn.Module):
+class Attention(Module):
     def __init__(self, dim, heads, sdpa):
         super().__init__()
         self.heads, self.sdpa = heads, sdpa
@@ -522,7 +534,7 @@ class Attention(torch.nn.Module):
         return self.c_proj(o.transpose(1, 2).reshape(B, T, C))
 
 
-class Mlp(torch.nn.Module):
+class Mlp(Module):
     def __init__(self, dim):
         super().__init__()
         self.c_fc = torch.nn.Linear(dim, 4 * dim)
@@ -532,7 +544,7 @@ class Mlp(torch.nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
-class Block(torch.nn.Module):
+class Block(Module):
     def __init__(self, dim, heads, sdpa):
         super().__init__()
         self.ln_1 = torch.nn.LayerNorm(dim, eps=1e-5)
@@ -545,7 +557,7 @@ class Block(torch.nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Gpt(torch.nn.Module):
+class Gpt(Module):
     def __init__(self, layers, heads, dim, context, vocab, sdpa=False):
         super().__init__()
         self.transformer = torch.nn.ModuleDict({
@@ -782,6 +794,7 @@ def main(arguments):
     try:
         options, given = parse_options(arguments)
         resolve_options(options, given)
+        check_torch(options)
         train(options)
     except Fault as fault:
         print(f"reference.py: {fault}", file=sys.stderr)

@@ -586,13 +586,29 @@ print({chr(10).join([head, head, mark, line("first"), mark, line("second")])!r})
 
 def test_without_torch():
     os.makedirs(path("block"))
-    with open(path("block", "torch.py"), "w") as file:
-        file.write("raise ImportError('blocked')\n")
-    for name in ("bench_attention.py", "attention_counters.py"):
-        with test(f"{name}: without PyTorch it says so, by its own name"):
-            done = subprocess.run([sys.executable, os.path.join(ROOT, "dev", name)], capture_output=True, text=True,
-                                  env={**os.environ, "PYTHONPATH": path("block")})
-            check(done.returncode == 1 and done.stderr == f"dev/{name} needs PyTorch: blocked\n", done.stderr)
+    for package in ("torch", "numpy"):
+        with open(path("block", package + ".py"), "w") as file:
+            file.write("raise ImportError('blocked')\n")
+
+    def run(*words):
+        done = subprocess.run([sys.executable, os.path.join(ROOT, "dev", words[0]), *words[1:]], capture_output=True,
+                              text=True, env={**os.environ, "PYTHONPATH": path("block")})
+        return done.returncode, done.stdout, done.stderr
+
+    for name, needs, wrong, words in (
+            ("bench_attention.py", "PyTorch", "--shape=4,5", "got '4,5', expected B,NH,T,HS or"),
+            ("attention_counters.py", "PyTorch", "--peers=nobody", "--peers: got 'nobody', expected some of"),
+            ("reference.py", "PyTorch and numpy", "--lr=-3", "reference.py: --lr: got -3.0, expected at least 0\n"),
+            ("reference.py", "PyTorch and numpy", "--seq=8", "reference.py: --seq 8 is longer than the context"),
+            ("bench_torch.py", "PyTorch and numpy", "--dtype=fp8", "bench_torch.py: --dtype: got 'fp8', expected one of")):
+        some = ("--context=4", "--seq=4") if "numpy" in needs else ()
+        with test(f"{name} {wrong}: without PyTorch it says what is wrong, gives --help, and says that it needs PyTorch"):
+            status, _, errors = run(name, *some, wrong)
+            check(status == 2 and words in errors and "PyTorch" not in errors, status, errors)
+            status, output, errors = run(name, "--help")
+            check(status == 0 and output.startswith("usage:") and not errors, status, errors)
+            found = run(name, *some)
+            check(found == (1, "", f"dev/{name} needs {needs}: blocked\n"), *found)
 
 
 def test_rows():

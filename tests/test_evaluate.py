@@ -51,6 +51,7 @@ class Twin:
         try:
             import torch
             import reference
+            reference.need_torch()
         except (ImportError, SystemExit) as error:
             skip(f"needs PyTorch and numpy: {error}")
         with open(os.path.join(model_folder(), "config.json")) as file:

@@ -49,6 +49,7 @@ def torch_model(folder):
     try:
         import torch
         import reference
+        reference.need_torch()
     except (ImportError, SystemExit) as error:
         skip(f"needs PyTorch and numpy: {error}")
     with open(os.path.join(folder, "config.json")) as file:
