@@ -219,14 +219,13 @@ def draw_differences(axes, runs, key):
 
 
 def draw(runs, key, path):
-    """Writes the picture, or says why it cannot be drawn here."""
+    """Writes the picture."""
     try:
         import matplotlib
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        print(f"{path} is not drawn: matplotlib is not installed for {sys.executable}")
-        return
+        raise Fault(f"{path} is not drawn: matplotlib is not installed for {sys.executable}") from None
     heights = (2.2, 1) if len(runs) > 1 else (1,)
     figure, panels = pyplot.subplots(len(heights), 1, sharex=True, squeeze=False, figsize=(9, 2.5 + 2 * sum(heights) / 1.6),
                                      gridspec_kw={"height_ratios": heights})
@@ -351,10 +350,10 @@ def main(arguments):
         keys = KEYS if options.key in KEYS else KEYS + (options.key,)
         if len(runs) > 1:
             print_table(runs[0], [row for other in runs[1:] for row in compare(runs[0], other, keys)])
-        if options.png:
-            draw(runs, options.key, options.png)
         if options.html:
             write_page(runs, options.html)
+        if options.png:
+            draw(runs, options.key, options.png)
     except Fault as fault:
         print(f"compare.py: {fault}", file=sys.stderr)
         return 2

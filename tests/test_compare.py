@@ -222,15 +222,18 @@ def test_picture():
             skip("no Python with matplotlib")
         status, _, errors = compare(write_run("left", {1: 4.0}), "--png", path("nowhere/x.png"), python=python)
         check(status == 2 and "Traceback" not in errors, status, errors)
-    with test("without matplotlib the numbers come all the same"):
+    with test("without matplotlib numbers and page come all the same, and a sentence"):
         block = path("block")
         os.makedirs(os.path.join(block, "matplotlib"), exist_ok=True)
         with open(os.path.join(block, "matplotlib", "__init__.py"), "w", encoding="utf-8") as file:
             file.write("raise ImportError('blocked')\n")
         run = write_run("left", {1: 4.0})
-        process = subprocess.run([sys.executable, COMPARE, run, run, "--png", path("no.png")], stdout=subprocess.PIPE,
-                                 text=True, env={**os.environ, "PYTHONPATH": block})
-        check(process.returncode == 0 and "not drawn" in process.stdout and "0.000e+00" in process.stdout, process.stdout)
+        page = path("without.html")
+        process = subprocess.run([sys.executable, COMPARE, run, run, "--png", path("no.png"), "--html", page],
+                                 capture_output=True, text=True, env={**os.environ, "PYTHONPATH": block})
+        sentence = f"compare.py: {path('no.png')} is not drawn: matplotlib is not installed for {sys.executable}\n"
+        check(process.returncode == 2 and process.stderr == sentence, process.returncode, process.stderr)
+        check("0.000e+00" in process.stdout and os.path.exists(page), process.stdout)
         check(not os.path.exists(path("no.png")), "it drew")
 
 
