@@ -157,6 +157,27 @@ def bad_out():
     with test("a resumed run may not change its shape or its data order"):
         refused(2, ["--dim", "32", "16"], "--out", run, "--resume", "--dim", 32)
         refused(2, ["--seed", "5", "1337"], "--out", run, "--resume", "--seed", 5)
+    with test("a resumed run whose config.json lacks an option is refused, but for options of a later version and those given"):
+        path = os.path.join(run, "config.json")
+        with open(path) as file:
+            config = json.load(file)
+        for key in config:
+            with open(path, "w") as file:
+                json.dump({name: value for name, value in config.items() if name != key}, file)
+            if key in ("hellaswag", "hellaswag_every", "top_p"):
+                status, out, err = train("--out", run, "--resume")
+                check(status == 0, key, out, err)
+            elif key == "save_every":  # by which a run is told from a model
+                refused(2, ["holds no run"], "--out", run, "--resume")
+            else:
+                refused(2, [f'{path}: got no "{key}", expected all options of the run'], "--out", run, "--resume")
+            if key == "seed":
+                refused(2, ['got no "seed"'], "--out", run, "--resume", "--seed", config["seed"])
+            if key == "lr":
+                status, out, err = train("--out", run, "--resume", "--lr", config["lr"])
+                check(status == 0, out, err)
+        with open(path, "w") as file:
+            json.dump(config, file)
     with test("a run that is in use is refused"):
         busy = os.path.join(TMP, "busy")
         process = subprocess.Popen([TRAIN, *SMALL, "--steps", "1000000", "--print-every", "1", "--out", busy],

@@ -1,4 +1,5 @@
-/* options.c - the table of options and everything that is derived from it. To add one: a field in Options, a row here. */
+/* options.c - the table of options and everything that is derived from it. To add one: a field in Options, a row here, which
+ * runs of before MAY_LACK. */
 #include "trainer/options.h"
 
 #include <ctype.h>
@@ -62,9 +63,9 @@ static const OptionRow TABLE[] = {
      "validation loss every N updates, and at both ends; 0: never"},
     {"eval-tokens", OPTION_COUNT, FIELD(eval_tokens), "65536", 1, COUNT_MOST, "N", MAY_CHANGE,
      "tokens of an evaluation, spread over the validation shards; the same whatever the batch"},
-    {"hellaswag", OPTION_TEXT, FIELD(hellaswag), "", 0, 0, "FILE", MAY_CHANGE,
+    {"hellaswag", OPTION_TEXT, FIELD(hellaswag), "", 0, 0, "FILE", MAY_LACK,
      "questions with several endings, in llm.c's evaluation format (dev/hellaswag.py): how often is the right one likeliest?"},
-    {"hellaswag-every", OPTION_COUNT, FIELD(hellaswag_every), "1000", 0, COUNT_MOST, "N", MAY_CHANGE,
+    {"hellaswag-every", OPTION_COUNT, FIELD(hellaswag_every), "1000", 0, COUNT_MOST, "N", MAY_LACK,
      "ask these questions every N updates, and at the end; 0: never"},
     {"sample-every", OPTION_COUNT, FIELD(sample_every), "0", 0, COUNT_MOST, "N", MAY_CHANGE,
      "print a sample every N updates, and at the end; 0: never"},
@@ -75,7 +76,7 @@ static const OptionRow TABLE[] = {
      "divides the logits before sampling; 0: always the likeliest token"},
     {"top-k", OPTION_COUNT, FIELD(top_k), "0", 0, COUNT_MOST, "K", MAY_CHANGE,
      "sample from the K likeliest tokens only; 0: from all"},
-    {"top-p", OPTION_REAL, FIELD(top_p), "1", 1e-6, 1, "P", MAY_CHANGE,
+    {"top-p", OPTION_REAL, FIELD(top_p), "1", 1e-6, 1, "P", MAY_LACK,
      "sample from the fewest likeliest tokens that have the probability P together; 1: from all"},
     {"save-every", OPTION_COUNT, FIELD(save_every), "1000", 0, COUNT_MOST, "N", MAY_CHANGE,
      "checkpoint every N updates, and at the end; 0: never"},
@@ -404,7 +405,11 @@ int options_from_config(Options *options, const OptionsGiven *given, const char 
         if (row->change == NOT_KEPT && strcmp(row->name, "init")) continue;
         json_name(row, name, sizeof name);
         const JsonValue *value = json_member(json_root(document), name);
-        if (!value) continue; /* a run of a version that did not know this option: its default */
+        if (!value && (row->change == MAY_LACK || (row->change == MAY_CHANGE && given->given[i]))) continue;
+        if (!value) {
+            status = error_set(error, "%s: got no \"%s\", expected all options of the run", path, name);
+            break;
+        }
         Options kept = *options;
         status = config_take(&kept, row, value, path, error);
         memcpy(options->owned, kept.owned, sizeof kept.owned);

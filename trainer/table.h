@@ -17,8 +17,9 @@ extern "C" {
 
 typedef enum OptionKind { OPTION_TEXT, OPTION_COUNT, OPTION_REAL, OPTION_CHOICE, OPTION_FLAG } OptionKind;
 
-/* May a resumed run change it? What shapes the model or the order of the data may not: it would no longer be one run. */
-typedef enum OptionChange { MAY_CHANGE, FIXED, NOT_KEPT } OptionChange;
+/* May a resumed run change it? What shapes the model or the order of the data may not: it would no longer be one run. What
+ * MAY_LACK came later than config.json: that of an older run has none. */
+typedef enum OptionChange { MAY_CHANGE, MAY_LACK, FIXED, NOT_KEPT } OptionChange;
 
 typedef struct OptionRow {
     const char *name;
