@@ -275,15 +275,32 @@ int attention_is_path(const char *choice)
     return strchr(choice, '/') || (length > 3 && strcmp(choice + length - 3, ".so") == 0);
 }
 
+const char *attention_words(const char *words, char text[ATTENTION_WORDS])
+{
+    const unsigned char *c = (const unsigned char *)words;
+    size_t used = 0;
+    while (*c && used < ATTENTION_WORDS - 1) {
+        int control = is_control(c);
+        text[used++] = control ? '?' : (char)*c;
+        c += control && *c == 0xc2 ? 2 : 1;
+    }
+    text[used] = 0;
+    if (*c) {
+        for (used -= 3; used && ((unsigned char)text[used] & 0xc0) == 0x80;) used--; /* not amid a character */
+        memcpy(text + used, "...", 4);
+    }
+    return *text ? text : strcpy(text, "it gives no reason");
+}
+
 /* Why a kernel for the right device cannot compute the shape, NULL where it can; `text` is room for the sentence. */
-static const char *reason_against(const AttentionKernel *kernel, const AttentionShape *shape, int sm, char *text,
-                                  size_t size)
+static const char *reason_against(const AttentionKernel *kernel, const AttentionShape *shape, int sm,
+                                  char text[ATTENTION_WORDS])
 {
     const char *reason = kernel->refuse(shape, sm);
-    if (reason) return reason;
+    if (reason) return attention_words(reason, text);
     size_t saved = kernel->saved_bytes(shape), scratch = kernel->scratch_bytes(shape);
     if (saved <= MOST_BYTES && scratch <= MOST_BYTES) return NULL;
-    snprintf(text, size, "it asks for %zu bytes of saved and %zu of scratch, expected at most %zu", saved, scratch,
+    snprintf(text, ATTENTION_WORDS, "it asks for %zu bytes of saved and %zu of scratch, expected at most %zu", saved, scratch,
              MOST_BYTES);
     return text;
 }
@@ -291,7 +308,7 @@ static const char *reason_against(const AttentionKernel *kernel, const Attention
 const AttentionKernel *attention_choose(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm,
                                         char *error, size_t error_size)
 {
-    char text[160];
+    char text[ATTENTION_WORDS];
     if (strcmp(choice, "auto") == 0) return choose_best(device, shape, sm, error, error_size);
     const AttentionKernel *kernel = attention_is_path(choice) ? load_kernel(choice, error, error_size)
                                                               : find_kernel(choice, device, error, error_size);
@@ -301,7 +318,7 @@ const AttentionKernel *attention_choose(const char *choice, AttentionDevice devi
                  device_name(kernel->device), device_name(device));
         return NULL;
     }
-    const char *reason = reason_against(kernel, shape, sm, text, sizeof text);
+    const char *reason = reason_against(kernel, shape, sm, text);
     if (!reason) return kernel;
     snprintf(error, error_size, "attention kernel '%s' cannot run here: %s", kernel->name, reason);
     return NULL;
@@ -311,8 +328,8 @@ const AttentionKernel *attention_choose(const char *choice, AttentionDevice devi
 static void list_kernel(const AttentionKernel *kernel, const char *path, AttentionDevice device, const AttentionShape *shape,
                         int sm)
 {
-    char text[160];
-    const char *reason = kernel->device == device ? reason_against(kernel, shape, sm, text, sizeof text)
+    char text[ATTENTION_WORDS];
+    const char *reason = kernel->device == device ? reason_against(kernel, shape, sm, text)
                                                   : "for another device than this run's";
     printf("%-12s %-5s %-3s %s%s%s%s%s%s\n", kernel->name, device_name(kernel->device), reason ? "no" : "ok",
            kernel->summary, path ? "; from " : "", path ? path : "", reason ? " (" : "", reason ? reason : "",

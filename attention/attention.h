@@ -64,7 +64,7 @@ typedef struct AttentionKernel {
     const char *summary;    /* one line for --list-attention, at most 255 bytes */
 
     /* NULL where this version computes `shape` correctly on a GPU of compute capability `sm` (90 for 9.0; 0 on the CPU),
-     * else the reason as a sentence fragment ("needs sm_80 or later, this GPU is sm_75"). */
+     * else the reason as a fragment of a sentence, in one line ("needs sm_80 or later, this GPU is sm_75"). */
     const char *(*refuse)(const AttentionShape *shape, int sm);
 
     /* Bytes kept from a layer's forward to its backward beside Q, K, V, O and LSE; bytes that all calls share and that need
@@ -109,6 +109,11 @@ AttentionOutput attention_heads_output(void *o, const AttentionShape *shape);
  * what was got and what is possible. */
 const AttentionKernel *attention_choose(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm,
                                         char *error, size_t error_size);
+
+/* What a kernel says, why it refuses or what went wrong, as a line for a terminal: control characters become '?', more than
+ * ATTENTION_WORDS - 1 bytes are cut, of nothing it is said that it is nothing. Returns `text`, which it is written to. */
+enum { ATTENTION_WORDS = 256 };
+const char *attention_words(const char *words, char text[ATTENTION_WORDS]);
 
 /* Whether a choice is the path of a shared object. */
 int attention_is_path(const char *choice);

@@ -318,10 +318,11 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
         crash_words("crashed in attention kernel %s", entry->label);
         Judgement judgement = {""};
         Timing timing = {0};
+        char words[ATTENTION_WORDS];
         const char *reason = needs_tf32(kernel, shape, bench->machine.sm) ? NULL : kernel->refuse(shape, bench->machine.sm);
         double operations = 3.5 * forward_operations(shape), guess = entry->rate ? operations / entry->rate : 0;
         if (reason) {
-            printf("  %-*s refuses: %s\n", width, entry->label, reason);
+            printf("  %-*s refuses: %s\n", width, entry->label, attention_words(reason, words));
         } else if (!has_memory) {
             printf("  %-*s left out: not enough memory for the tensors\n", width, entry->label);
         } else if (guess > options->limit) {
@@ -330,7 +331,8 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
             printf("  %-*s WRONG, not timed: %s\n", width, entry->label, judgement.text);
             bench->faults++;
         } else if ((reason = time_kernel(bench, kernel, shape, &tensors, options->repeats, &timing)) != NULL) {
-            printf("  %-*s %s: %s\n", width, entry->label, reason == no_memory ? "left out" : "failed", reason);
+            printf("  %-*s %s: %s\n", width, entry->label, reason == no_memory ? "left out" : "failed",
+                   attention_words(reason, words));
             bench->faults += reason != no_memory;
         } else {
             entry->rate = operations / (timing.forward + timing.backward);

@@ -92,6 +92,7 @@ struct Gpt {
     Stream *stream;
     const AttentionKernel *attention;
     const char *fault;
+    char fault_text[ATTENTION_WORDS];
     int64_t Vp, chunk; /* padded vocabulary; rows of the classifier that are done at once */
     GptPlan plan;
 
@@ -742,6 +743,12 @@ const char *gpt_find_nonfinite_activation(const Gpt *gpt, char *text, size_t siz
     return found ? text : NULL;
 }
 
+/* Keeps what attention says went wrong, NULL where nothing did, of more than one the first. */
+static void keep_fault(Gpt *gpt, const char *fault)
+{
+    if (fault && !gpt->fault) gpt->fault = attention_words(fault, gpt->fault_text);
+}
+
 static void attention_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
 {
     AttentionShape shape = attention_shape(&gpt->config, &gpt->options, gpt->backend, B, T);
@@ -752,7 +759,7 @@ static void attention_forward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
         gpt->scratch + gpt->layout.attention, attention_packed_input(qkv, 0, &shape, element),
         attention_packed_input(qkv, 1, &shape, element), attention_packed_input(qkv, 2, &shape, element), &shape,
         gpt->backend->attention_stream(gpt->stream));
-    if (fault && !gpt->fault) gpt->fault = fault;
+    keep_fault(gpt, fault);
 }
 
 /* What a pass has to do with the cache: nothing; its rows are a whole text, to be kept for sequences first..first+count-1;
@@ -993,7 +1000,7 @@ static void attention_backward(Gpt *gpt, int64_t l, int64_t B, int64_t T)
         attention_packed_input(qkv, 1, &shape, element), attention_packed_input(qkv, 2, &shape, element),
         attention_rows_input(act_at(gpt, ACT_ATT, l), &shape), (const float *)act_at(gpt, ACT_LSE, l),
         act_at(gpt, ACT_SAVED, l), &shape, gpt->backend->attention_stream(gpt->stream));
-    if (fault && !gpt->fault) gpt->fault = fault;
+    keep_fault(gpt, fault);
 }
 
 /* The gradient of the residual stream (N,C), and its rounded copy. */

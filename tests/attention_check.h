@@ -322,8 +322,9 @@ static inline int call_holds(const Call *call, Judgement *judgement, const char 
 static inline int call_run(Call *call, const AttentionKernel *kernel, Result *result, Judgement *judgement)
 {
     static const int gradients[3] = {QUANTITY_DQ, QUANTITY_DK, QUANTITY_DV};
+    char words[ATTENTION_WORDS];
     const char *fault = call_forward(call, kernel);
-    if (fault) return judge_fault(judgement, "forward says: %s", fault);
+    if (fault) return judge_fault(judgement, "forward says: %s", attention_words(fault, words));
     size_t rows = (size_t)(call->shape->B * call->shape->NH * call->shape->T);
     accept_tensor(call, TENSOR_O, result->value[QUANTITY_O]);
     accept_buffer(call, &call->LSE);
@@ -333,7 +334,7 @@ static inline int call_run(Call *call, const AttentionKernel *kernel, Result *re
     memset(call->scratch.image, POISON, call->scratch.bytes);
     call->machine->copy_in(call->scratch.memory, call->scratch.image, call->scratch.bytes);
     fault = call_backward(call, kernel);
-    if (fault) return judge_fault(judgement, "backward says: %s", fault);
+    if (fault) return judge_fault(judgement, "backward says: %s", attention_words(fault, words));
     for (int part = 0; part < 3; part++) accept_tensor(call, TENSOR_DQ + part, result->value[gradients[part]]);
     return call_holds(call, judgement, "backward") ? 0 : -1;
 }

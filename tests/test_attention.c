@@ -184,8 +184,9 @@ static void record_worst(Subject *subject, Dtype dtype)
 /* Whether the subject takes a shape; a skip with its reason where it does not. */
 static int takes(const Subject *subject, const AttentionShape *shape)
 {
+    char words[ATTENTION_WORDS];
     const char *reason = subject->kernel->refuse(shape, subject->machine->sm);
-    if (reason && !test_state.skipped_now) SKIP("%s refuses: %s", subject->kernel->name, reason);
+    if (reason && !test_state.skipped_now) SKIP("%s refuses: %s", subject->kernel->name, attention_words(reason, words));
     return !reason;
 }
 
@@ -415,6 +416,31 @@ static void test_choice(void)
           "a short error buffer holds '%s'", error);
 }
 
+static void test_words(void)
+{
+    char text[ATTENTION_WORDS], endless[400], cut[ATTENTION_WORDS];
+    static const struct { const char *words, *text; } cases[] = {
+        {"needs sm_80", "needs sm_80"}, {"", "it gives no reason"}, {"two\nlines\r\n", "two?lines??"},
+        {"clears\33[2J\177", "clears?[2J?"}, {"\302\233two", "?two"}, {"sch\303\266n", "sch\303\266n"}, {"\302", "\302"},
+    };
+    TEST("what a kernel says becomes one line");
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++)
+        CHECK(!strcmp(attention_words(cases[k].words, text), cases[k].text), "case %zu gives '%s'", k, text);
+    memset(endless, 'a', sizeof endless);
+    endless[255] = 0;
+    CHECK(!strcmp(attention_words(endless, text), endless), "255 bytes give '%s'", text);
+    endless[255] = 'a';
+    for (int width = 0; width < 4; width++) { /* U+20AC, three bytes, begins ever closer before the cut at byte 252 */
+        memcpy(endless + 252 - width, "\342\202\254", 3);
+        endless[399] = 0;
+        snprintf(cut, sizeof cut, "%.*s...", width == 3 ? 252 : 252 - width, endless);
+        CHECK(!strcmp(attention_words(endless, text), cut), "width %d gives '%s'", width, text);
+        memset(endless + 252 - width, 'a', 3);
+    }
+    memset(endless, 0x80, 399);
+    CHECK(!strcmp(attention_words(endless, text), "..."), "bytes amid a character give '%s'", text);
+}
+
 /* Compiles `body` as a shared object; 0, or -1 where no compiler is at hand. */
 static int build_object(const char *path, const char *body)
 {
@@ -438,7 +464,7 @@ static void test_objects(void)
 {
     static const char pieces[] =
         "#include \"attention/attention.h\"\n"
-        "static const char *refuse(const AttentionShape *s, int sm) { return (void)sm, s->HS == 99 ? \"hates 99\" : 0; }\n"
+        "static const char *refuse(const AttentionShape *s, int sm) { return (void)sm, s->HS == 99 ? \"hates\\n99\" : 0; }\n"
         "static size_t bytes(const AttentionShape *s) { return s->HS == 98 ? (size_t)-1 : 0; }\n"
         "static const char *forward(AttentionOutput O, float *L, void *s, void *w, AttentionInput Q, AttentionInput K,\n"
         "    AttentionInput V, const AttentionShape *p, void *t)\n"
@@ -492,7 +518,7 @@ static void test_objects(void)
         }
         check_choice(path, ATTENTION_CPU, &shape, cases[k].words ? NULL : name ? LONGEST : "outside", cases[k].words);
         if (k == 0) {
-            check_choice(path, ATTENTION_CPU, &hated, NULL, "'outside' cannot run here: hates 99");
+            check_choice(path, ATTENTION_CPU, &hated, NULL, "'outside' cannot run here: hates?99");
             check_choice(path, ATTENTION_CPU, &endless, NULL, "'outside' cannot run here: it asks for "
                          "18446744073709551615 bytes of saved");
         }
@@ -875,6 +901,7 @@ static void test_kernels(Subject *subjects, size_t count, size_t on_gpu)
         return;
     }
     test_choice();
+    test_words();
     test_objects();
     for (int precision = 0; precision < PRECISION_COUNT; precision++) test_faults(precision);
     test_roundings();

@@ -268,6 +268,11 @@ def good_use():
             skip("no C compiler that builds a shared object (set CC)")
         status, out, err = train(*lists, other)
         check(status == 0 and re.search(r"^picky +cpu +no .*refuses\.so \(has seen better shapes\)$", out, re.M), out, err)
+        for reason, words in ((r"clears\33[2J\nall", r"clears?[2J?all"), ("", "it gives no reason")):
+            build_kernel(other, f'kernel.refuse = refuse; kernel.name = "picky"; reason = "{reason}";')
+            status, out, err = train(*lists, other)
+            check(status == 0 and out.endswith(f"refuses.so ({words})\n"), out, err)
+            refused(2, [f"attention kernel 'picky' cannot run here: {words}\n"], *SMALL, "--device", "cpu", "--attention", other)
         bad = os.path.join(TMP, "text.so")
         with open(bad, "w") as file:
             file.write("no object\n")
@@ -384,6 +389,11 @@ def good_use():
             refused(1, [what, f"not finite: {where}; parameters are finite", checks + kernel, "last good checkpoint: none"],
                     *options, run, "--eval-every", every)
             check(not [name for name in os.listdir(run) if name.startswith("step_")], os.listdir(run))
+    with test("what an attention kernel from outside says of a fault becomes one line"):
+        kernel = os.path.join(TMP, "faulty.so")
+        if not build_kernel(kernel, r'kernel.forward = forward; fault = "went\33[2J\nwrong";'):
+            skip("no C compiler that builds a shared object (set CC)")
+        refused(1, ["attention naive failed: went?[2J?wrong; last"], *SMALL, "--device", "cpu", "--attention", kernel)
     with test("an attention kernel from outside that crashes is named"):
         kernel = os.path.join(TMP, "crash.so")
         if not build_kernel(kernel, "kernel.backward = backward; crash_in_backward = 2;"):

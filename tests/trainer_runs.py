@@ -83,15 +83,15 @@ def build_kernel(path, change):
 #include "dev/attention/naive.c"
 #undef attention_kernel
 AttentionKernel attention_kernel;
-static const char *refuse(const AttentionShape *shape, int sm)
-{{ return (void)shape, (void)sm, "has seen better shapes"; }}
+static const char *reason = "has seen better shapes", *fault;
+static const char *refuse(const AttentionShape *shape, int sm) {{ return (void)shape, (void)sm, reason; }}
 static int nan_in_forward = -1, nan_in_backward = -1, crash_in_backward = -1; /* number of the call that does so */
 static const char *forward(AttentionOutput O, float *L, void *s, void *w, AttentionInput Q, AttentionInput K,
                            AttentionInput V, const AttentionShape *shape, void *stream)
 {{
     naive_kernel.forward(O, L, s, w, Q, K, V, shape, stream);
     if (!nan_in_forward--) *(float *)O.data = __builtin_nanf("");
-    return 0;
+    return fault;
 }}
 static const char *backward(AttentionOutput dQ, AttentionOutput dK, AttentionOutput dV, void *w, AttentionInput dO,
                             AttentionInput Q, AttentionInput K, AttentionInput V, AttentionInput O, const float *L,
