@@ -253,26 +253,23 @@ static const AttentionKernel *choose_best(AttentionDevice device, const Attentio
     return NULL;
 }
 
-static const AttentionKernel *find_kernel(const char *name, AttentionDevice device, char *error, size_t error_size)
-{
-    char names[1024];
-    join_names(names, sizeof names, device);
-    for (size_t k = 0; k < kernel_count; k++) {
-        if (strcmp(kernels[k]->name, name) != 0) continue;
-        if (kernels[k]->device == device) return kernels[k];
-        snprintf(error, error_size, "attention kernel '%s' runs on %s, this run is on %s; kernels for %s: %s", name,
-                 device_name(kernels[k]->device), device_name(device), device_name(device), names);
-        return NULL;
-    }
-    snprintf(error, error_size, "unknown attention kernel '%s'; kernels for %s: auto, %s, or the path of a .so", name,
-             device_name(device), names);
-    return NULL;
-}
-
 int attention_is_path(const char *choice)
 {
     size_t length = strlen(choice);
     return strchr(choice, '/') || (length > 3 && strcmp(choice + length - 3, ".so") == 0);
+}
+
+/* The kernel that a path or a name means, whatever its device. */
+static const AttentionKernel *find_kernel(const char *choice, AttentionDevice device, char *error, size_t error_size)
+{
+    char names[1024];
+    if (attention_is_path(choice)) return load_kernel(choice, error, error_size);
+    for (size_t k = 0; k < kernel_count; k++)
+        if (strcmp(kernels[k]->name, choice) == 0) return kernels[k];
+    join_names(names, sizeof names, device);
+    snprintf(error, error_size, "unknown attention kernel '%s'; kernels for %s: auto, %s, or the path of a .so", choice,
+             device_name(device), names);
+    return NULL;
 }
 
 const char *attention_words(const char *words, char text[ATTENTION_WORDS])
@@ -308,14 +305,16 @@ static const char *reason_against(const AttentionKernel *kernel, const Attention
 const AttentionKernel *attention_choose(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm,
                                         char *error, size_t error_size)
 {
-    char text[ATTENTION_WORDS];
+    char text[ATTENTION_WORDS], names[1024];
     if (strcmp(choice, "auto") == 0) return choose_best(device, shape, sm, error, error_size);
-    const AttentionKernel *kernel = attention_is_path(choice) ? load_kernel(choice, error, error_size)
-                                                              : find_kernel(choice, device, error, error_size);
+    const AttentionKernel *kernel = find_kernel(choice, device, error, error_size);
     if (!kernel) return NULL;
     if (kernel->device != device) {
-        snprintf(error, error_size, "attention kernel '%s' of %s runs on %s, this run is on %s", kernel->name, choice,
-                 device_name(kernel->device), device_name(device));
+        int is_path = attention_is_path(choice);
+        join_names(names, sizeof names, device);
+        snprintf(error, error_size, "attention kernel '%s'%s%s runs on %s, this run is on %s; kernels for %s: %s", kernel->name,
+                 is_path ? " of " : "", is_path ? choice : "", device_name(kernel->device), device_name(device),
+                 device_name(device), names);
         return NULL;
     }
     const char *reason = reason_against(kernel, shape, sm, text);
@@ -339,9 +338,10 @@ static void list_kernel(const AttentionKernel *kernel, const char *path, Attenti
 int attention_list(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm, char *error,
                    size_t error_size)
 {
-    const AttentionKernel *outside = attention_is_path(choice) ? load_kernel(choice, error, error_size) : NULL;
-    if (attention_is_path(choice) && !outside) return -1;
+    int is_auto = strcmp(choice, "auto") == 0;
+    const AttentionKernel *chosen = is_auto ? NULL : find_kernel(choice, device, error, error_size);
+    if (!is_auto && !chosen) return -1;
     for (size_t k = 0; k < kernel_count; k++) list_kernel(kernels[k], NULL, device, shape, sm);
-    if (outside) list_kernel(outside, choice, device, shape, sm);
+    if (attention_is_path(choice)) list_kernel(chosen, choice, device, shape, sm);
     return 0;
 }

@@ -120,7 +120,7 @@ int attention_is_path(const char *choice);
 
 /* Prints the table, one line a kernel: name, device, "ok" or "no", its summary, and the reason where it refuses `shape` on
  * `sm`; behind it the shared object that `choice` is the path of, if it is one. Returns 0, or -1 where that cannot be
- * loaded, with a sentence and nothing printed. */
+ * loaded or `choice` is a name that no kernel has, with a sentence and nothing printed. */
 int attention_list(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm, char *error,
                    size_t error_size);
 

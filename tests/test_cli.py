@@ -253,6 +253,10 @@ def good_use():
     with test("--list-attention prints every kernel and whether it can run"):
         status, out, err = train(*SMALL, "--list-attention", "--device", "cpu")
         check(status == 0 and "tiled" in out and "reference" in out and "ok" in out, out, err)
+    with test("--list-attention with --attention NAME prints the same, or says that there is none of that name"):
+        check(train(*SMALL, "--list-attention", "--device", "cpu", "--attention", "reference")[1] == out, "another table")
+        refused(2, ["unknown attention kernel 'naive'; kernels for cpu: auto, tiled, reference"], *SMALL, "--list-attention",
+                "--device", "cpu", "--attention", "naive")
     with test("--list-attention with --attention FILE.so lists that too, or says what is wrong with it"):
         kernel = os.path.join(ROOT, os.environ.get("BUILD", "build"), "attention", "naive.so")
         if not os.path.exists(kernel):
@@ -262,7 +266,7 @@ def good_use():
         check(status == 0 and out.startswith("tiled ") and re.search(rf"^naive +cpu +ok .*; from {re.escape(kernel)}$", out,
                                                                      re.M), out, err)
         table = train(*lists[:-1])[1]
-        check(out.startswith(table) and train(*lists, "naive")[1] == table, "a name, known or not, changes the table")
+        check(out.startswith(table), out, table)
         other = os.path.join(TMP, "refuses.so")
         if not build_kernel(other, 'kernel.refuse = refuse; kernel.name = "picky";'):
             skip("no C compiler that builds a shared object (set CC)")
