@@ -36,6 +36,7 @@
 
 /* All that a run holds. */
 typedef struct Trainer {
+    const char *program;                /* as it was started */
     Options options;
     OptionsGiven given;
     Error error;
@@ -532,7 +533,10 @@ static int report(Trainer *t)
                100 * (t->state.validation_loss / t->corpus.entropy_rate - 1));
     printf("\n");
     if (*t->saved_path) printf("checkpoint %s\n", t->saved_path);
-    if (early && t->run.dir) printf("go on with: ./train_gpt --out '%s' --resume\n", t->run.dir);
+    if (early && t->run.dir) {
+        const char *const words[] = {t->program, "--out", t->run.dir, "--resume", NULL};
+        display_command("go on with:", words);
+    }
     if (!early && o->sample_every && t->train_curve.count && ranged("sample", sample, t)) return -1;
     write_report(t, early ? "stopped" : "done");
     return process_stop ? STATUS_STOPPED : 0;
@@ -569,6 +573,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "train_gpt: not enough memory\n");
         return STATUS_MACHINE;
     }
+    t->program = argv[0];
     t->run.lock = -1;
     t->report = report_create();
     size_t command = 0;

@@ -4,6 +4,7 @@ of one seed, and runs that differ in what must not matter."""
 import glob
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -84,11 +85,24 @@ def main():
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
         check(process.returncode == 130, process.returncode, err)
-        check("--resume" in out and "stopped at step" in out, out)
+        check("stopped at step" in out and shlex.split(out.splitlines()[-1]) ==
+              ["go", "on", "with:", TRAIN, "--out", folder, "--resume"], out)
         last = max(line["step"] for line in read_log(folder))
         check(os.path.isdir(folder + f"/step_{last:08d}"), last, os.listdir(folder))
         check(train("--out", folder, "--resume")[0] == 0, "resume failed")
         same(whole, folder, 100)
+    with test("how to resume is said as the program was started, whatever its name and the run's"):
+        name, program = "the run's $HOME", os.path.join("it's here", "my gpt")
+        os.mkdir(os.path.join(TMP, "it's here"))
+        os.symlink(TRAIN, os.path.join(TMP, program))
+        for started in ("./" + program, os.path.join(TMP, program)):
+            done = subprocess.run([started, *COMMON, "--data", unequal, "--steps", "2", "--stop", "1", "--out", name], cwd=TMP,
+                                  capture_output=True, text=True)
+            line = done.stdout.splitlines()[-1]
+            check(shlex.split(line) == ["go", "on", "with:", started, "--out", name, "--resume"], line, done.stderr)
+            done = subprocess.run(["sh", "-c", line.split(": ", 1)[1]], cwd=TMP, capture_output=True, text=True)
+            check(done.returncode == 0 and "done at step 2" in done.stdout, done.stdout, done.stderr)
+            shutil.rmtree(os.path.join(TMP, name))
     with test("a resume that is refused, or finds damage, leaves every checkpoint and config.json as they were"):
         folder = run("guarded", *COMMON, "--data", unequal, "--steps", 100, "--stop", 75)
         before = sorted(os.listdir(folder)), open(folder + "/config.json").read()

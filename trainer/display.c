@@ -61,6 +61,22 @@ void display_text(const char *text, size_t length)
     }
 }
 
+void display_command(const char *label, const char *const *words)
+{
+    static const char plain[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./+-,:@";
+    printf("%s", label);
+    for (; *words; words++) {
+        const char *quote = **words && !(*words)[strspn(*words, plain)] ? "" : "'";
+        printf(" %s", quote);
+        for (const char *at = *words; *at; at++) {
+            if (*at == '\'') printf("'\\''");
+            else putchar(*at);
+        }
+        printf("%s", quote);
+    }
+    printf("\n");
+}
+
 double display_resident(void)
 {
     long long size = 0, resident = 0;

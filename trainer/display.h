@@ -30,6 +30,8 @@ void display_bytes(char *out, size_t size, double bytes);
 
 /* Text that a model wrote, to stdout: control bytes but newline and tab become '?', so that none reaches the terminal. */
 void display_text(const char *text, size_t length);
+/* A line to stdout: the label and a command, whose words, up to a NULL, are quoted where a shell needs that. */
+void display_command(const char *label, const char *const *words);
 /* Bytes of memory that this process holds now: code, libraries, what was read so far. */
 double display_resident(void);
 
