@@ -153,6 +153,43 @@ def main():
             else:  # other data, named anew, are those of this directory
                 status, _, err = train("--out", folder, "--resume", "--steps", 40, "--data", "x", cwd=there)
                 check(status == 1 and "not those" in err, status, err)
+    with test("a run whose files were moved says which path is not there, and goes on with the option that it names"):
+        old, new = (os.path.join(os.path.realpath(TMP), name) for name in ("old", "new"))
+        write_corpus(os.path.join(old, "x"))
+        with open(os.path.join(old, "q.bin"), "wb") as file:
+            file.write(pack_file([pack_example(0, [5, 10], [[11, 12], [7]], 1)]))
+        patterns = {"train": "x/train_*.bin", "val": "x/val_*.bin"}
+        cases = [("data", "does not exist: give --data DIR", {"data": "x"}),
+                 ("train", "matches no file: give --train GLOB", patterns),
+                 ("val", "matches no file: give --val GLOB", {**patterns, "data": "x"}),
+                 ("hellaswag", "does not exist: give --hellaswag FILE", {"data": "x", "hellaswag": "q.bin"})]
+        if outside:
+            shutil.copy(kernel, old)
+            cases.append(("attention", "does not exist: give --attention auto|NAME|FILE.so",
+                          {"data": "x", "device": "cpu", "attention": "naive.so"}))
+        status, _, err = train(*TINY, "--data", "x", "--steps", 0, "--out", "first", cwd=old)
+        check(status == 0, err)
+        begun = {"data": "x", "init": "first"}
+        for name, _, options in (*cases, ("init", "", begun)):
+            words = [word for key, value in options.items() for word in ("--" + key, value)]
+            status, _, err = train(*COMMON, *words, "--steps", 3, "--stop", 2, "--out", name, cwd=old)
+            check(status == 0, err)
+        os.rename(old, new)
+        for name, words, options in cases:
+            others = [word for key, value in options.items() if key != name for word in ("--" + key, value)]
+            status, _, err = train("--out", name, "--resume", *others, cwd=new)
+            check((status, err) == (2, f'train_gpt: {name}/config.json: "{name}" is {old}/{options[name]}, which {words}\n'),
+                  status, err)
+            status, out, err = train("--out", name, "--resume", *others, "--" + name, options[name], cwd=new)
+            check(status == 0 and "done at step 3" in out, status, err)
+        status, _, err = train("--out", "init", "--resume", "--stop", 2, "--train", patterns["train"], "--val", patterns["val"],
+                               cwd=new)
+        check(status == 0, "shards were named, the model is its own checkpoint's:", err)
+        shutil.rmtree(os.path.join(new, "init", "step_00000002"))
+        status, _, err = train("--out", "init", "--resume", "--data", "x", cwd=new)
+        check((status, err) == (2, f'train_gpt: init/config.json: "init" is {old}/first/step_00000000, which does not exist, and '
+                                   "the run has no complete checkpoint: start anew, with --init PATH and another --out\n"),
+              status, err)
     with test("a run in a directory whose name is no UTF-8 keeps relative paths, and is resumed from there"):
         odd = os.path.join(os.path.realpath(TMP).encode(), b"odd \xff\xfe")
         try:

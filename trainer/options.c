@@ -4,6 +4,7 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <glob.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -391,6 +392,32 @@ static int config_take(Options *kept, const OptionRow *row, const JsonValue *val
     return 0;
 }
 
+/* Refuses a path that config.json has and the run needs where nothing is: project or data were moved since. */
+static int check_kept_paths(const Options *o, const OptionsGiven *given, const char *path, Error *error)
+{
+    int needs_data = !*o->train || (o->eval_every && !*o->val);
+    const struct { const char *name, *text; int is_pattern; } paths[] = {
+        {"data", needs_data ? o->data : "", 0}, {"train", o->train, 1},        {"val", o->eval_every ? o->val : "", 1},
+        {"hellaswag", o->hellaswag, 0},         {"attention", attention_is_path(o->attention) ? o->attention : "", 0},
+    };
+    for (size_t i = 0; i < sizeof paths / sizeof paths[0]; i++) {
+        const char *name = paths[i].name, *text = paths[i].text;
+        glob_t found;
+        int missing = 0;
+        if (!*text || options_given(given, name)) continue;
+        if (paths[i].is_pattern) {
+            missing = glob(text, GLOB_NOSORT, NULL, &found) == GLOB_NOMATCH;
+            globfree(&found);
+        } else {
+            missing = access(text, F_OK) && (errno == ENOENT || errno == ENOTDIR);
+        }
+        if (missing)
+            return error_set(error, "%.400s: \"%s\" is %.400s, which %s: give --%s %s", path, name, text,
+                             paths[i].is_pattern ? "matches no file" : "does not exist", name, row_find(name)->choices);
+    }
+    return 0;
+}
+
 int options_from_config(Options *options, const OptionsGiven *given, const char *path, Error *error)
 {
     JsonDocument *document = json_read(path, error);
@@ -430,5 +457,5 @@ int options_from_config(Options *options, const OptionsGiven *given, const char 
     /* A final rate that was a tenth of the old --lr, by default, follows the new one. */
     if (!status && options_given(given, "lr") && !options_given(given, "lr-final") && kept_final == kept_lr / 10)
         options->lr_final = -1;
-    return status;
+    return status ? status : check_kept_paths(options, given, path, error);
 }

@@ -34,6 +34,11 @@ static int find_own(Start *start, Options *o, const OptionsGiven *given, Run *ru
     if ((found || !access(path, F_OK)) && options_from_config(o, given, path, error)) return STATUS_OPTION;
     start->resumed = found;
     if (found) return 0;
+    if (strcmp(o->init, "random") && access(o->init, F_OK)) {
+        error_set(error, "%.400s: \"init\" is %.400s, which does not exist, and the run has no complete checkpoint: start anew, "
+                  "with --init PATH and another --out", path, o->init);
+        return STATUS_OPTION;
+    }
     printf("resume   %s holds no complete checkpoint: starting at step 0\n", o->out);
     return take_path(start, strcmp(o->init, "random") ? o->init : "", error);
 }
