@@ -47,7 +47,7 @@
  * Numbers. P = 2^(S c - m) with c = scale log2(e), one fused multiply-add and one ex2. Forward keeps m until a row
  * outgrows it by 2^8 (LAZY_LOG2), so O is rescaled a few times a row, and the lanes of a row need not agree on a
  * maximum until then. Backward takes LSE in log2 units as saved by forward: rounded, and beside it what the rounding
- * has cut off, which matters from LARGE_LSE on. Masked logits are -inf before the exponential. Zero times NaN is NaN:
+ * has cut off, which matters from LARGE_LSE on; from HUGE_LSE on logits are rounded before m is taken off. Masked logits are -inf before the exponential. Zero times NaN is NaN:
  * so in tiles that cross the diagonal, where P has zeros that are none of the sum's business, each thread looks at the
  * pieces it loaded itself; if any is not finite (rare, and told to all by the barrier that is there anyway), it is
  * replaced by 0 and the rows that see it get NaN. Rows beyond T are zeros.
@@ -76,6 +76,11 @@ enum { MAX_HS = 256 };
 /* Where LSE (log2 units) is larger than this, what its rounding to fp32 has cut off matters: 2^-14 of P and more. Then
  * backward takes it in. */
 #define LARGE_LSE 1024.0f
+
+/* Where a maximum or an LSE (log2 units) is larger than this, logits are rounded before it is subtracted, in one expression in
+ * both directions: then the largest less the maximum is 0. Of the exact product less the rounded maximum as much is left as
+ * the rounding has cut off, 2^7 of 2^31, which is no exponent. Up to here it is less than 1. */
+#define HUGE_LSE 16777216.0f
 
 /* --- the place of a block -------------------------------------------------------------------------------------------- */
 
@@ -399,6 +404,25 @@ __device__ __forceinline__ void set_zero(float (&x)[MT][N][4])
             for (int e = 0; e < 4; e++) x[m][n][e] = 0;
 }
 
+/* Is a maximum, or an LSE, one from which HUGE_LSE says so? Minus infinity is none: no key has been seen yet. */
+__device__ __forceinline__ bool is_huge(float log2_units)
+{
+    return fabsf(log2_units) > HUGE_LSE && log2_units != -INFINITY;
+}
+
+/* Rounds what products of Q and K have left to logits; what the scale is from then on. */
+template <int MT, int N>
+__device__ __forceinline__ float round_logits(float (&S)[MT][N][4], float scale_log2)
+{
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) S[m][n][e] = __fmul_rn(S[m][n][e], scale_log2);
+    return 1;
+}
+
 /* The warp's 16 MT rows of sums, times `factor`, rounded, to rows `row` .. of `out`, columns col .., by way of `tile`,
  * as many rows of shared memory that no other warp uses. */
 template <int COLUMNS, int MT, int N>
@@ -464,6 +488,7 @@ struct ForwardState {
     float O[Shape::MT][HSP / 8][4];
     /* Of rows g and g + 8: the row's maximum in log2 units, the lane's share of its sum. */
     float max[Shape::MT][2], sum[Shape::MT][2];
+    bool huge; /* one of the warp's maxima is beyond HUGE_LSE */
     uint32_t Q[Shape::Q_HELD ? HSP / 16 : 1][Shape::MT][4];
 };
 
@@ -525,6 +550,7 @@ __device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, Sha
             grown = grown || largest[m][half] > state.max[m][half] + LAZY_LOG2;
         }
     if (__any_sync(FULL_WARP, grown)) { /* only now the lanes of a row tell each other their maximum */
+        bool huge = false;
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -534,6 +560,7 @@ __device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, Sha
                 now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 2));
                 float alpha = exp2_fast(old - (now == -INFINITY ? 0.0f : now));
                 state.max[m][half] = now;
+                huge = huge || is_huge(now);
                 state.sum[m][half] *= alpha;
 #pragma unroll
                 for (int n = 0; n < HSP / 8; n++) {
@@ -541,8 +568,10 @@ __device__ __forceinline__ void forward_part(ForwardState<HSP, FROM> &state, Sha
                     state.O[m][n][2 * half + 1] *= alpha;
                 }
             }
+        state.huge = __any_sync(FULL_WARP, huge);
     }
 
+    if (state.huge) scale_log2 = round_logits(S, scale_log2);
     float base[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -606,6 +635,7 @@ __global__ void __launch_bounds__(ForwardShape<HSP, FROM>::THREADS, ForwardShape
     const SharedAddress my_Q = Q + lane.warp * MT * 16 * HSP * 2; /* its rows of the tile */
     const Matrix keys = matrix_of(call.K, place, sizes), values = matrix_of(call.V, place, sizes);
     ForwardState<HSP, FROM> state;
+    state.huge = false;
     set_zero(state.O);
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -771,6 +801,7 @@ struct QueriesState {
     typedef QueriesShape<HSP> Shape;
     float dQ[Shape::MT][HSP / 8][4];
     float base[Shape::MT][2], low[Shape::MT][2], D[Shape::MT][2]; /* of rows g and g + 8: -LSE, what it lacks, D */
+    bool huge;                                                    /* one of the LSE is beyond HUGE_LSE */
     uint32_t Q[Shape::HELD ? HSP / 16 : 1][Shape::MT][4], dO[Shape::HELD ? HSP / 16 : 1][Shape::MT][4];
 };
 
@@ -816,6 +847,7 @@ __device__ __forceinline__ void queries_tile(QueriesState<HSP> &state, SharedAdd
     float P[MT][BN / 8][4], dS[MT][BN / 8][4];
     if (MASKED && last < 0) return;
     multiply_rows<HSP, MT, BN, MASKED, Shape::HELD>(P, state.Q, Q, K, lane, last);
+    if (MASKED && state.huge) scale_log2 = round_logits(P, scale_log2);
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -887,6 +919,7 @@ __global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>:
     }
     const Matrix out = matrix_of(call.O, place, sizes);
     bool large = false;
+    state.huge = false;
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -899,6 +932,7 @@ __global__ void __launch_bounds__(QueriesShape<HSP>::THREADS, QueriesShape<HSP>:
             state.base[m][half] = row < sizes.T ? -saved[0] : 0.0f;
             state.low[m][half] = row < sizes.T ? saved[(int64_t)sizes.heads * sizes.Tp] : 0.0f;
             large = large || fabsf(state.base[m][half]) > LARGE_LSE;
+            state.huge = state.huge || is_huge(state.base[m][half]);
         }
     if (Shape::HELD) {
         copies_wait<0>();
@@ -1056,11 +1090,19 @@ __device__ __forceinline__ void scores_exponentials(float (&P)[MT][PART8][4], Sh
     for (int n = 0; n < PART8; n++) {
         float2 lse = load_64(stats + (part + n * 8 + 2 * lane.q) * 4);
         float2 low = MASKED ? load_64(stats + (2 * BM + part + n * 8 + 2 * lane.q) * 4) : make_float2(0, 0);
+        float scale = scale_log2;
+        if (MASKED && (is_huge(lse.x) || is_huge(lse.y))) {
+            scale = 1;
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) P[m][n][e] = __fmul_rn(P[m][n][e], scale_log2);
+        }
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                P[m][n][e] = fmaf(P[m][n][e], scale_log2, e % 2 ? -lse.y : -lse.x);
+                P[m][n][e] = fmaf(P[m][n][e], scale, e % 2 ? -lse.y : -lse.x);
                 P[m][n][e] = exp2_fast(MASKED ? P[m][n][e] - (e % 2 ? low.y : low.x) : P[m][n][e]);
                 int row = n * 8 + 2 * lane.q + e % 2;
                 if (MASKED && (row < first + m * 16 + lane.g + e / 2 * 8 || row >= left)) P[m][n][e] = 0;
@@ -1629,7 +1671,7 @@ static Sizes sizes_of(const AttentionShape *shape, int rows)
     int64_t heads = shape->B * shape->NH, section = CACHE_BYTES / (4 * shape->T * shape->HS);
     section = section < 1 ? 1 : section < heads ? section : heads;
     /* Masked logits are -inf and must stay so when they are scaled: by next to nothing where that should be 0. */
-    float scale_log2 = shape->scale == 0 ? FLT_MIN : (float)((double)shape->scale * LOG2_E);
+    float scale_log2 = shape->scale == 0 ? FLT_TRUE_MIN : (float)((double)shape->scale * LOG2_E);
     return {(uint32_t)heads, (uint32_t)shape->NH, (int)shape->T, (int)padded_length(shape->T), (int)shape->HS,
             (uint32_t)tiles_of(shape->T, rows), (uint32_t)section, shape->scale, scale_log2};
 }
@@ -1773,6 +1815,7 @@ static const char *flash_mma_backward(AttentionOutput dQ, AttentionOutput dK, At
 {
     (void)LSE;
     if (stats_count(shape) == 0) return NULL;
+    if ((uintptr_t)scratch % 16 || (uintptr_t)saved % 16) return "scratch or saved is not aligned to 16 bytes";
     Backward call;
     call.Q = source_of(Q);
     call.K = source_of(K);

@@ -280,6 +280,17 @@ static inline void problem_solve_rows(Problem *problem, const int64_t *rows, int
     }
 }
 
+/* Makes Q and K so large that logits have no places left behind the point: all 133120, of which every logit is the same, or,
+ * with a `factor` other than 0, what they are times that, a power of 2. */
+static inline void problem_enlarge(Problem *problem, float factor)
+{
+    int64_t count = problem->shape.B * problem->shape.NH * problem->shape.T * problem->shape.HS;
+    for (int part = INPUT_Q; part <= INPUT_K; part++)
+        for (int64_t i = 0; i < count; i++)
+            problem->input[part][i] = factor == 0 ? 133120 : problem->input[part][i] * factor;
+    problem_solve_rows(problem, NULL, 0);
+}
+
 static inline void problem_solve(Problem *problem) { problem_solve_rows(problem, NULL, 0); }
 
 /* A problem with random inputs, not yet solved. problem_free() it. */

@@ -253,6 +253,23 @@ static void test_logits(Subject *subject, Dtype dtype)
     }
 }
 
+/* Logits beyond what a maximum can be subtracted from without care: 1e11, all the same; up to 1e10, 1e14 and 1e20. */
+static void test_huge(Subject *subject, Dtype dtype)
+{
+    static const float factors[] = {0, 0x1p16f, 0x1p23f, 0x1p33f};
+    static const int64_t sizes[][2] = {{1, 64}, {300, 64}, {130, 32}, {200, 128}, {70, 256}};
+    TEST("%s: %s, logits of 1e10 to 1e20", subject->kernel->name, dtype_names[dtype]);
+    for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++)
+        for (size_t f = 0; f < sizeof factors / sizeof factors[0]; f++) {
+            /* Sums of more terms are off by more than the bound for LSE, but in bf16 where all are the same. */
+            if (sizes[k][1] > 64 && (factors[f] != 0 || dtype == DTYPE_FP32)) continue;
+            Problem problem = problem_create(shape_of(1, 1, sizes[k][0], sizes[k][1], dtype), INPUT_NORMAL, 37);
+            problem_enlarge(&problem, factors[f]);
+            check_layouts(subject, &problem, "huge logits");
+            problem_free(&problem);
+        }
+}
+
 /* A scale below 0 turns the order of the logits around, and nothing else. */
 static void test_negative_scale(Subject *subject, Dtype dtype)
 {
@@ -825,6 +842,7 @@ static void test_subject(Subject *subject, Dtype dtype)
 {
     int on_gpu = subject->machine->device == ATTENTION_CUDA;
     test_logits(subject, dtype);
+    test_huge(subject, dtype);
     test_negative_scale(subject, dtype);
     test_not_finite(subject, dtype);
     test_many_heads(subject, dtype);

@@ -84,6 +84,21 @@ static inline void test_logits(const Subject &subject, const std::vector<ShapeSi
         }
 }
 
+/* Logits beyond what a maximum can be subtracted from without care: 1e11, all the same; up to 1e10, 1e14 and 1e20. */
+static inline void test_huge(const Subject &subject, ShapeSize size)
+{
+    static const float factors[] = {0, 0x1p16f, 0x1p23f, 0x1p33f};
+    TEST("%s: logits of 1e10 to 1e20, T %d HS %d", subject.kernel->name, (int)size.T, (int)size.HS);
+    for (float factor : factors)
+        for (Dtype dtype : subject.dtypes) {
+            if (size.HS > 64 && factor != 0) continue; /* sums of more terms, in whatever order, are off by more */
+            Problem problem = problem_create(shape_of(subject, size, dtype), INPUT_NORMAL, 37);
+            problem_enlarge(&problem, factor);
+            check_problem(subject, &problem, LAYOUT_HEADS, 0);
+            problem_free(&problem);
+        }
+}
+
 /* Scales of so many times the usual: with 0 every row is a mean, with a large one P is nearly a single key. */
 static inline void test_scales(const Subject &subject, ShapeSize size, const std::vector<float> &factors)
 {

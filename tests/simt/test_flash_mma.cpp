@@ -74,6 +74,7 @@ int main(void)
      * for LSE, which is made from rounded ones. */
     test_logits(subject, {{1, 2, 1, 64}, {1, 2, 101, 64}, {1, 2, 201, 64}, {1, 2, 129, 32}, {1, 1, 70, 16}});
     for (int64_t HS : {24, 64, 96, 128, 256}) {
+        test_huge(subject, {1, 1, 130, HS});
         test_scales(subject, {1, 1, 130, HS}, {0, 0.03f, 4, -1.5f});
         test_not_finite(subject, {1, HS < 64 ? 2 : 1, 130, HS}, {HS < 64 ? 0 : 67, 129});
     }
@@ -85,6 +86,7 @@ int main(void)
                               {1, 1, 257, HS}});
     test_shapes(subject, {{1, 1, 129, 256}});
     for (int64_t HS : {24, 64, 96, 128}) test_not_finite(subject, {1, 1, 130, HS}, {67});
+    for (int64_t HS : {32, 64, 96, 128}) test_huge(subject, {1, 1, 200, HS});
     test_scales(subject, {1, 1, 130, 64}, {0, 4, -1.5f});
     return test_end();
 }

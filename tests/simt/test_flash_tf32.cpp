@@ -64,6 +64,7 @@ int main(void)
         test_rounded(subject);
         test_cancels(subject);
         test_logits(subject, {{1, 1, 130, 64}});
+        test_huge(subject, {1, 1, 70, 64});
         test_scales(subject, {1, 1, 40, 8}, {0, 0.03f, 8, -1});
         test_not_finite(subject, {1, 2, 67, 8}, {0, 21, 66});
         if (deterministic) test_orders(subject, {{1, 3, 70, 24}, {1, 1, 66, 200}});

@@ -67,6 +67,20 @@ static void test_logits(void)
         }
 }
 
+/* Logits beyond what a maximum can be subtracted from without care: 1e11, all the same; up to 1e10, 1e14 and 1e20. */
+static void test_huge(void)
+{
+    static const float factors[] = {0, 0x1p16f, 0x1p23f, 0x1p33f};
+    TEST("flash_tf32x3: logits of 1e10 to 1e20");
+    for (float factor : factors)
+        for (int deterministic = 0; deterministic < 2; deterministic++) {
+            Problem problem = problem_create(shape_of(1, 1, 70, 64, deterministic), INPUT_NORMAL, 37);
+            problem_enlarge(&problem, factor);
+            check_problem(&problem, LAYOUT_HEADS, 0);
+            problem_free(&problem);
+        }
+}
+
 /* Scales other than the usual: with 0 every row is a mean, with a large one P is nearly a single key, with one below 0 the
  * order of the logits turns around. */
 static void test_scales(void)
@@ -257,6 +271,7 @@ int main(void)
     test_same_logits();
     test_shapes();
     test_logits();
+    test_huge();
     test_scales();
     test_not_finite();
     test_largest();

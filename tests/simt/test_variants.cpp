@@ -79,6 +79,7 @@ static void test_variant(const Subject &subject)
 {
     test_empty(subject);
     test_logits(subject, {{1, 1, 67, 16}});
+    test_huge(subject, {1, 1, 67, 16});
     test_scales(subject, {1, 1, 20, 8}, {0, 0.03f, 8, -1.5f});
     test_not_finite(subject, {1, 2, 67, 8}, {0, 21, 66});
     test_orders(subject, {{1, 2, 70, 24}});
