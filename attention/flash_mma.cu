@@ -2,8 +2,8 @@
  *
  * The algorithm (Dao et al. 2022, Dao 2023), on tiles of queries and keys:
  *
- *     forward         a block owns 128 queries, a warp 32 of them; walks the tiles of keys from the diagonal down to
- *                     key 0 with a running maximum, a running sum and O in registers
+ *     forward         a block owns 128 queries, a warp 32 of them (above HS 128: 64 and 16); walks the tiles of keys from
+ *                     the diagonal down to key 0 with a running maximum, a running sum and O in registers
  *     backward        one pass over the keys: a block owns 128 keys and walks the tiles of queries from the diagonal
  *                     on; dK and dV stay in registers, its part of dQ is added in global memory (fp32 sums, in the
  *                     order of the fragments, rounded by a kernel of their own at the end): five products, sums in no
@@ -29,20 +29,21 @@
  *     | wait: all have stored | queue the next tile's loads | dV, dK of the other warp's half | dQ | arrive
  *
  * What limits it, in clocks of an SM: mma.sync does a piece of 4096 operations in about 1.6, and its right factor, 256
- * bytes, takes 2 of shared memory unless it serves two left factors: so a warp owns 32 rows. exp2 is 16 a clock: six
- * tenths of the time of the forward's products at HS 64. Measured on an H200: forward 233 to 407 TFLOP/s, backward 210 to
- * 346, of some 600 that mma.sync could do; no unit is at its limit, and what is lost is latency: registers allow 8 to 12
- * warps an SM (dev/LOG.md). So products are unrolled as far as registers go, without a branch inside: matrix loads of one
- * step run under the products of the one before. Loads of the next tile run behind the work on this one (cp.async, two
- * stages).
+ * bytes, takes 2 of shared memory unless it serves two left factors: so a warp owns 32 rows where its registers hold them.
+ * exp2 is 16 a clock: by this count 1/16 of a clock for an element of P, whose 256 operations of the forward's products at
+ * HS 64 take 1/10. What it reaches of the 600 TFLOP/s or so that mma.sync could do on an H200 is in
+ * dev/results/nvidia-h200/attention_torch.csv; by the counters beside it (attention_counters.csv) no unit is at its limit,
+ * and what is lost is latency: registers allow 8 to 12 warps an SM (dev/LOG.md). So products are unrolled as far as
+ * registers go, without a branch inside: matrix loads of one step run under the products of the one before. Loads of the
+ * next tile run behind the work on this one (cp.async, two stages).
  *
  * Shared memory: a tile is rows of HSP elements in chunks of 16 bytes, chunk c of row r at place c ^ r % 8, so that
  * ldmatrix reads eight rows from eight groups of banks. Forward up to 97 KB a block, backward up to 162 KB (163 KB are
  * sm_80's most; where a chip has less, the two passes are taken, with up to 97 KB).
  *
  * Global memory: forward reads Q once, K and V once a block that sees them, mostly from the second-level cache: blocks
- * are ordered in sections of heads whose K and V fit there, the longest first within one. Backward in one pass adds T /
- * 128 times HS * T floats a head to dQ.
+ * are ordered in sections of heads whose K and V fit there, the longest first within one. Backward in one pass adds
+ * (T / 128 + 1) / 2 times HSP * T floats a head to dQ: each block of 128 keys, to the queries from its first key on.
  *
  * Numbers. P = 2^(S c - m) with c = scale log2(e), one fused multiply-add and one ex2. Forward keeps m until a row
  * outgrows it by 2^8 (LAZY_LOG2), so O is rescaled a few times a row, and the lanes of a row need not agree on a
@@ -1779,7 +1780,7 @@ static const char *flash_mma_refuse(const AttentionShape *shape, int sm)
         return "needs a head dimension that is a multiple of 8, from 8 to 256";
     if (shape->T > 1 << 30) return "needs T of at most 2^30";
     if (shape->B * shape->NH > 0 && 4 * tiles_of(shape->T, 64) > INT_MAX / (shape->B * shape->NH))
-        return "needs B*NH*T/16 below 2^31, the blocks of a grid";
+        return "needs B*NH*ceil(T/64) below 2^29, for the blocks of a grid";
     return NULL;
 }
 
