@@ -1,9 +1,10 @@
 /* attention.c - the table of attention versions, the views, and the choice of one by name, path or "auto".
  *
- * A version takes part by one line in `kernels` below; nothing else in the tree names it. Versions from outside come in as
- * shared objects that export `attention_kernel`. Such an object was compiled elsewhere and perhaps long ago, so everything
- * that can be checked without calling it is checked first: that it opens, has the symbol, was built against this ABI
- * number, has every field filled in, and names that a terminal and a table can take.
+ * A version takes part by one line below, of `kernels` or, for a GPU, of GPU_KERNELS, whose names a build without CUDA
+ * knows too; nothing else in the tree names it. Versions from outside come in as shared objects that export
+ * `attention_kernel`. Such an object was compiled elsewhere and perhaps long ago, so everything that can be checked
+ * without calling it is checked first: that it opens, has the symbol, was built against this ABI number, has every
+ * field filled in, and names that a terminal and a table can take.
  */
 #include "attention/attention.h"
 
@@ -17,10 +18,18 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* By name; the struct of one is attention_NAME. From the fastest to the slowest. */
+#define GPU_KERNELS(X) \
+    X(flash_mma)       \
+    X(flash_tf32)      \
+    X(flash_tf32x3)    \
+    X(flash_simt)      \
+    X(cublas)
+
 extern const AttentionKernel attention_tiled, attention_reference;
 #ifdef HAVE_CUDA
-extern const AttentionKernel attention_flash_mma, attention_flash_tf32, attention_flash_tf32x3, attention_flash_simt,
-    attention_cublas;
+#define DECLARE_KERNEL(name) extern const AttentionKernel attention_##name;
+GPU_KERNELS(DECLARE_KERNEL)
 #endif
 
 /* That a kernel may ask for: sums of more could wrap. */
@@ -30,14 +39,20 @@ enum { NAME_MOST = 63, SUMMARY_MOST = 255 };
 
 static const AttentionKernel *const kernels[] = {
 #ifdef HAVE_CUDA
-    &attention_flash_mma,
-    &attention_flash_tf32,
-    &attention_flash_tf32x3,
-    &attention_flash_simt,
-    &attention_cublas,
+#define KERNEL_ADDRESS(name) &attention_##name,
+    GPU_KERNELS(KERNEL_ADDRESS)
 #endif
     &attention_tiled,
     &attention_reference,
+};
+
+/* Names that only a build with CUDA has a kernel for, up to a NULL. */
+static const char *const missing_names[] = {
+#ifndef HAVE_CUDA
+#define KERNEL_NAME(name) #name,
+    GPU_KERNELS(KERNEL_NAME)
+#endif
+    NULL,
 };
 
 static const size_t kernel_count = sizeof kernels / sizeof kernels[0];
@@ -267,6 +282,13 @@ static const AttentionKernel *find_kernel(const char *choice, AttentionDevice de
     for (size_t k = 0; k < kernel_count; k++)
         if (strcmp(kernels[k]->name, choice) == 0) return kernels[k];
     join_names(names, sizeof names, device);
+    for (const char *const *name = missing_names; *name; name++) {
+        if (strcmp(*name, choice) != 0) continue;
+        snprintf(error, error_size, "attention kernel '%s' is for GPUs, and this was built for the CPU only: build it with "
+                 "nvcc (make ARCH=sm_90a), or take one of the kernels for %s: auto, %s, or the path of a .so", choice,
+                 device_name(device), names);
+        return NULL;
+    }
     snprintf(error, error_size, "unknown attention kernel '%s'; kernels for %s: auto, %s, or the path of a .so", choice,
              device_name(device), names);
     return NULL;

@@ -104,7 +104,7 @@ AttentionOutput attention_heads_output(void *o, const AttentionShape *shape);
 
 /* The kernel that `choice` means for this device, shape and sm:
  *   "auto"            the first of the table that does not refuse;
- *   a name            that one, or NULL where it is unknown, for another device, or refuses;
+ *   a name            that one, or NULL where it is unknown, not in this build, for another device, or refuses;
  *   a path with '/'   or ending in ".so": the AttentionKernel that the shared object exports as `attention_kernel`.
  * A loaded object stays loaded until the process ends. On NULL, `error` (of `error_size` bytes) holds one sentence with
  * what was got and what is possible. */
@@ -121,7 +121,7 @@ int attention_is_path(const char *choice);
 
 /* Prints the table, one line a kernel: name, device, "ok" or "no", its summary, and the reason where it refuses `shape` on
  * `sm`; behind it the shared object that `choice` is the path of, if it is one. Returns 0, or -1 where that cannot be
- * loaded or `choice` is a name that no kernel has, with a sentence and nothing printed. */
+ * loaded or `choice` is a name that no kernel of this build has, with a sentence and nothing printed. */
 int attention_list(const char *choice, AttentionDevice device, const AttentionShape *shape, int sm, char *error,
                    size_t error_size);
 

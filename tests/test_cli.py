@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The command line: every bad input gets one sentence that names what was got and what was expected, a non-zero exit status,
 and leaves what was there alone. Good input gets what --help promises."""
+import glob
 import json
 import os
 import random
@@ -257,6 +258,23 @@ def good_use():
         check(train(*SMALL, "--list-attention", "--device", "cpu", "--attention", "reference")[1] == out, "another table")
         refused(2, ["unknown attention kernel 'naive'; kernels for cpu: auto, tiled, reference"], *SMALL, "--list-attention",
                 "--device", "cpu", "--attention", "naive")
+    with test("a kernel for GPUs by name, in a build without CUDA, is told from a name that there is not"):
+        declared = []
+        for source in glob.glob(os.path.join(ROOT, "attention", "*.cu")):
+            with open(source) as file:
+                declared += re.findall(r'AttentionKernel attention_(\w+) = \{\s*ATTENTION_ABI,\s*ATTENTION_CUDA,\s*"(\w+)"',
+                                       file.read())
+        with open(os.path.join(ROOT, "attention", "attention.c")) as file:
+            listed = re.findall(r"^    X\((\w+)\)", file.read(), re.M)
+        check(sorted(declared) == sorted((name, name) for name in listed) and listed, "attention.c lists", listed,
+              "and attention/*.cu have", declared)
+        if re.search(r"^\w+ +cuda ", out, re.M):
+            skip("this build has CUDA")
+        for name in listed:
+            for more in ([], ["--list-attention"]):
+                refused(2, [f"attention kernel '{name}' is for GPUs, and this was built for the CPU only: build it with "
+                            "nvcc (make ARCH=sm_90a), or take one of the kernels for cpu: auto, tiled, reference, or the"],
+                        *SMALL, "--device", "cpu", *more, "--attention", name)
     with test("--list-attention with --attention FILE.so lists that too, or says what is wrong with it"):
         kernel = os.path.join(ROOT, os.environ.get("BUILD", "build"), "attention", "naive.so")
         if not os.path.exists(kernel):

@@ -54,6 +54,12 @@ def main():
         status, output, errors = swap(out, "tiled", "nowhere", "--", "--steps", "3")
         check(status == 2 and "nowhere" in errors, status, errors)
         check("== tiled" not in output and not os.path.exists(out), "tiled was trained with:", output[-500:])
+    with test("a kernel for GPUs with a trainer that was built for the CPU only: what to do is said, nothing is left"):
+        status, output, errors = swap(out, "tiled", "flash_mma", "--", "--steps", "3")
+        if "runs on cuda" in errors:
+            skip("this build has CUDA")
+        check(status == 2 and "'flash_mma' is for GPUs" in errors and "make ARCH=sm_90a" in errors, status, errors)
+        check("== tiled" not in output and not os.path.exists(out), "tiled was trained with:", output[-500:])
     with test("--out and --attention among the options are refused: they are the script's"):
         out = os.path.join(FOLDER.name, "refused")
         for option, words in (("--out", "SWAP_OUT"), ("--attention", "the kernels are the arguments")):
