@@ -23,6 +23,7 @@ They keep no state between the calls. Where the kernel keeps more than O and L, 
 Environment: LIBATTENTION, the library (default build/libattention.so of this tree).
 """
 import ctypes
+import operator
 import os
 
 import torch
@@ -106,6 +107,8 @@ def _check(Q, K, V):
             raise TypeError(f"{name} is {type(tensor).__name__}, expected a tensor")
         if tensor.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected (B, NH, T, HS)")
+        if tensor.shape[3] < 1:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected (B, NH, T, HS) with HS of at least 1")
         if tensor.shape != Q.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, Q has {tuple(Q.shape)}: they must be equal")
         if tensor.dtype not in DTYPES:
@@ -258,6 +261,10 @@ def attention_packed(qkv, heads, scale=None, kernel="auto"):
     if not isinstance(qkv, torch.Tensor) or qkv.dim() != 3:
         raise ValueError(f"qkv is {tuple(qkv.shape) if isinstance(qkv, torch.Tensor) else type(qkv).__name__}, "
                          "expected a (B, T, 3*C) tensor")
+    try:
+        heads = operator.index(heads)
+    except TypeError:
+        raise TypeError(f"heads is {type(heads).__name__}, expected an int") from None
     if heads < 1 or qkv.shape[2] % (3 * heads):
         raise ValueError(f"qkv has {qkv.shape[2]} columns, expected a multiple of 3 * {heads} heads")
     if qkv.stride(2) != 1:

@@ -160,6 +160,16 @@ def test_misuse(device):
         raises(ValueError, "unknown attention kernel 'nonsense'", attention, Q, Q, Q, kernel="nonsense")
         raises(ValueError, "multiple of 3 * 5", attention_packed, torch.zeros(1, 4, 48, device=device), 5)
         raises(ValueError, "expected a (B, T, 3*C)", attention_packed, Q, 2)
+        for none in (Q[..., :0], Q[:0, ..., :0]):
+            for function in (attention, flash_attention_2_forward):
+                raises(ValueError, "HS of at least 1", function, none, none, none)
+            raises(ValueError, "HS of at least 1", flash_attention_2_backward, *[none] * 5, Q[..., 0])
+        raises(ValueError, "HS of at least 1", attention_packed, torch.zeros(1, 4, 0, device=device), 2)
+        packed = torch.zeros(1, 4, 48, device=device)
+        for heads, words in ((2.0, "float"), (None, "NoneType"), ("2", "str"), (torch.ones(2), "Tensor")):
+            raises(TypeError, f"heads is {words}, expected an int", attention_packed, packed, heads)
+        raises(ValueError, "multiple of 3 * 0", attention_packed, packed, 0)
+        check(attention_packed(packed, torch.tensor(2)).shape == (1, 4, 16), "a whole number of another type is not taken")
         raises(ValueError, "L is", flash_attention_2_backward, Q, Q, Q, Q, Q, Q[..., :4, 0])
         raises(ValueError, "dO is", flash_attention_2_backward, Q, Q, Q, Q, Q[:, :1], Q[..., 0])
     with test(f"{device}: an empty batch gives an empty result"):
