@@ -4,12 +4,13 @@
  *                               [KERNEL.so ...]
  *
  * A kernel is verified on each T and HS (one sequence, two heads at the most; a long one in sampled rows) by the checker
- * of the tests before it is timed there; a wrong one is not timed, and the exit status is 1. Times are medians over runs on
- * random data in the packed layout of the trainer, the caches flushed before each; on a GPU events on the stream take them.
- * Operations are counted as the papers do: forward 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. The table
- * goes to stdout; that of all kernels on all default shapes also, with what it was measured on, to
- * dev/results/<machine>/attention.csv. A selection is written only where --out says. Where two kernels have the same name,
- * the file of one from outside stands behind it.
+ * of the tests before it is timed there; a wrong one is not timed, and the exit status is 1; where no kernel takes any of
+ * the shapes nothing is done, and it is 2, as for wrong arguments. Times are medians over runs on random data in the
+ * packed layout of the trainer, the caches flushed before each; on a GPU events on the stream take them. Operations are
+ * counted as the papers do: forward 4*B*NH*T*T*HS/2 for the causal half, backward 2.5 times that. The table goes to
+ * stdout; that of all kernels on all default shapes also, with what it was measured on, to
+ * dev/results/<machine>/attention.csv. A selection is written only where --out says. Where two kernels have the same
+ * name, the file of one from outside stands behind it.
  */
 #include "tests/attention_gpu.h"
 
@@ -295,6 +296,38 @@ static int verify(const Bench *bench, const AttentionKernel *kernel, const Probl
     return check_kernel(kernel, problem, LAYOUT_PACKED, 0, &bench->machine, judgement);
 }
 
+static AttentionShape shape_at(const Bench *bench, const Options *options, int k)
+{
+    const int64_t *s = options->shapes[k];
+    return (AttentionShape){.B = s[0], .NH = s[1], .T = s[2], .HS = s[3], .scale = attention_scale(s[3]),
+                            .dtype = (Dtype)s[4], .deterministic = bench->machine.device == ATTENTION_CPU};
+}
+
+/* Why a kernel does not take a shape, NULL where it does, be it with TF32. */
+static const char *refusal(const Bench *bench, const AttentionKernel *kernel, const AttentionShape *shape)
+{
+    return needs_tf32(kernel, shape, bench->machine.sm) ? NULL : kernel->refuse(shape, bench->machine.sm);
+}
+
+/* Ends the program where every kernel refuses every shape, with what the first says of the first. */
+static void check_any_taken(const Bench *bench, const Options *options)
+{
+    char first[ATTENTION_WORDS] = "", words[ATTENTION_WORDS];
+    for (int k = 0; k < options->shape_count; k++)
+        for (int e = 0; e < bench->entry_count; e++) {
+            AttentionShape shape = shape_at(bench, options, k);
+            crash_words("crashed in attention kernel %s", bench->entries[e].label);
+            const char *reason = refusal(bench, bench->entries[e].kernel, &shape);
+            if (!reason) return;
+            if (!*first) memcpy(first, attention_words(reason, words), sizeof first);
+        }
+    const int64_t *s = options->shapes[0];
+    const char *others = options->shape_count > 1 ? ", or another of the shapes" : "";
+    fprintf(stderr, "no kernel here takes B %lld, NH %lld, T %lld, HS %lld, %s%s: %s %s\n", (long long)s[0], (long long)s[1],
+            (long long)s[2], (long long)s[3], dtype_names[s[4]], others, bench->entries[0].label, first);
+    exit(2);
+}
+
 /* Verifies and times all kernels on one shape. */
 static void bench_shape(Bench *bench, const AttentionShape *shape, const Options *options)
 {
@@ -319,7 +352,7 @@ static void bench_shape(Bench *bench, const AttentionShape *shape, const Options
         Judgement judgement = {""};
         Timing timing = {0};
         char words[ATTENTION_WORDS];
-        const char *reason = needs_tf32(kernel, shape, bench->machine.sm) ? NULL : kernel->refuse(shape, bench->machine.sm);
+        const char *reason = refusal(bench, kernel, shape);
         double operations = 3.5 * forward_operations(shape), guess = entry->rate ? operations / entry->rate : 0;
         if (reason) {
             printf("  %-*s refuses: %s\n", width, entry->label, attention_words(reason, words));
@@ -645,13 +678,12 @@ int main(int argc, char **argv)
     collect_kernels(&bench, argc - optind, argv + optind);
     if (options.name_count) keep_named(&bench, &options);
     label_kernels(&bench);
+    check_any_taken(&bench, &options);
     name_machine(&bench);
     open_csv(&bench, &options);
     printf("%s, %s, %s\n", bench.name, bench.runs_with, bench.built_with);
     for (int k = 0; k < options.shape_count; k++) {
-        const int64_t *s = options.shapes[k];
-        AttentionShape shape = {.B = s[0], .NH = s[1], .T = s[2], .HS = s[3], .scale = attention_scale(s[3]),
-                                .dtype = (Dtype)s[4], .deterministic = bench.machine.device == ATTENTION_CPU};
+        AttentionShape shape = shape_at(&bench, &options, k);
         bench_shape(&bench, &shape, &options);
     }
     if (bench.machine.device == ATTENTION_CUDA) {

@@ -101,6 +101,19 @@ def test_program():
         for shape in ("9223372036854775807,1,1,8", "999999999,9999999,99999999,8", "1,1,2000000000,1"):
             status, output, errors = run("--shape", shape, "--kernel", "tiled")
             check(status == 2 and shape in errors and "2^40" in errors and errors.count("\n") == 1, status, output, errors)
+    with test("bench_attention: where no kernel takes a shape that is one sentence with the first reason, and no table"):
+        kept = path("cwd", "kept.csv")
+        with open(kept, "w") as file:
+            file.write("kept\n")
+        start = "no kernel here takes B 1, NH 1, T 16, HS 16, bf16"
+        for more, words in (([], ": tiled computes in fp32 only"), (["--kernel", "reference"], ": reference computes in "),
+                            (["--shape", "1,2,33,8"], ", or another of the shapes: tiled computes in fp32 only")):
+            status, output, errors = run("--dtype", "bf16", "--out", "kept.csv", *more)
+            check(status == 2 and not output and errors.startswith(start + words) and errors.count("\n") == 1, status, output,
+                  errors)
+        with open(kept) as file:
+            check(file.read() == "kept\n", "a CSV was written")
+        os.remove(kept)
     with test("bench_attention: a kernel that crashes is named, and where one may be that is not seen"):
         crash = path("crash.so")
         if not build_kernel(crash, 'kernel.backward = backward; crash_in_backward = 0; kernel.name = "crasher";'):
