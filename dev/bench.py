@@ -404,13 +404,18 @@ def read_rows(path):
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
+def read_origin(path):
+    """(date, commit, machine and software) of a CSV by its first line; empty ones of a CSV of another form."""
+    with open(path) as file:
+        found = re.match(r"# (\S+), commit (\S+), (.*?)(?:;|$)", file.readline())
+    return found.groups() if found else ("", "", "another form")
+
+
 def write_rows(path, columns, rows, words, explanation, selection):
     """Writes the CSV. A selection takes the place of its own rows in what is there, where that was measured on the same."""
     kept = []
     if selection and os.path.exists(path):
-        with open(path) as file:
-            found = re.match(r"# (\S+), commit (\S+), (.*?)(?:;|$)", file.readline())
-        date, of_commit, before = found.groups() if found else ("", "", "another form")
+        date, of_commit, before = read_origin(path)
         if before == words:
             new = {tuple(row.get(column, "") for column in KEY_COLUMNS) for row in rows}
             kept = [{**row, "measured": row.get("measured") or f"{date} {of_commit}"} for row in read_rows(path)
@@ -425,6 +430,11 @@ def write_rows(path, columns, rows, words, explanation, selection):
     print(f"wrote {os.path.relpath(path, ROOT)}")
 
 
+def shape_title(row):
+    packed = " packed" if row.get("layout") == "packed" else ""
+    return f"B{row['B']} NH{row['NH']} T{row['T']} HS{row['HS']} {row['dtype']}{packed}"
+
+
 def attention_table(machine, rows):
     """Forward / backward rates of every kernel, a line a shape."""
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
@@ -435,14 +445,39 @@ def attention_table(machine, rows):
     for row in rows:
         if row.get("of_bound") == "nan":  # an operator of PyTorch's that gives no numbers for this type
             continue
-        packed = " packed" if row.get("layout") == "packed" else ""
-        shape = f"B{row['B']} NH{row['NH']} T{row['T']} HS{row['HS']} {row['dtype']}{packed}"
+        shape = shape_title(row)
         rates = [float(row[f"{way}_{unit}"]) for way in ("forward", "backward")]
         texts = [f"{rate:.3g}" if rate < 100 else f"{rate:.0f}" for rate in rates]
         cells.setdefault(shape, {})[row["kernel"]] = " / ".join(texts)
     for shape, found in cells.items():
         lines.append(f"| {shape} | " + " | ".join(found.get(kernel, "") for kernel in kernels) + " |")
     return lines
+
+
+def deterministic_table(machine, rows):
+    """Milliseconds of the deterministic backward of every kernel, a line a shape. Those of the usual backward of our kernels
+    stand beside, from attention_torch.csv, where that is of the same day, commit, machine and software; else it is said of
+    which commit either is."""
+    usual, (own, other) = {}, (os.path.join(ROOT, "dev", "results", machine, f"{name}.csv")
+                               for name in ("attention_deterministic", "attention_torch"))
+    words = f"{machine}, ms of the deterministic backward, commit {read_origin(own)[1]}"
+    if os.path.exists(other) and read_origin(own) == read_origin(other):
+        usual = {(shape_title(row), row["kernel"]): float(row["backward_ms"]) for row in read_rows(other)}
+    elif os.path.exists(other):
+        words += f" (the usual one, above, is of {read_origin(other)[1]})"
+    cells, columns = {}, {}
+    for row in rows:
+        if row.get("of_bound") == "nan":  # as in attention_table
+            continue
+        shape, name, ms = shape_title(row), f"`{row['kernel']}`", float(row["backward_ms"])
+        found, before = cells.setdefault(shape, {}), usual.get((shape, row["kernel"]))
+        found[name] = f"{ms:.3f}"
+        if before and not row["kernel"].startswith("PyTorch"):
+            found.update({f"{name} usually": f"{before:.3f}", f"{name} times as long": f"{ms / before:.2f}"})
+        columns.update(dict.fromkeys(column for column in found if column.startswith(name)))
+    lines = [f"{words}:", "", "| shape | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    return lines + [f"| {shape} | " + " | ".join(found.get(column, "") for column in columns) + " |"
+                    for shape, found in cells.items()]
 
 
 def trainer_table(machine, rows):
@@ -460,13 +495,17 @@ def profile_table(machine, rows):
                     if float(row["share"].rstrip("%")) >= 1]
 
 
+README_TABLES = {"attention": attention_table, "attention_torch": attention_table,
+                 "attention_deterministic": deterministic_table, "trainer": trainer_table, "profile": profile_table,
+                 "generate": trainer_table}
+
+
 def write_readme():
     """Replaces what stands between <!-- bench NAME --> and <!-- end --> by the tables of dev/results/*/NAME.csv."""
     path = os.path.join(ROOT, "README.md")
     with open(path) as file:
         text = file.read()
-    for name, table in (("attention", attention_table), ("attention_torch", attention_table), ("trainer", trainer_table),
-                        ("profile", profile_table), ("generate", trainer_table)):
+    for name, table in README_TABLES.items():
         lines = []
         for machine in sorted(os.listdir(os.path.join(ROOT, "dev", "results"))):
             source = os.path.join(ROOT, "dev", "results", machine, f"{name}.csv")

@@ -410,6 +410,47 @@ def test_bench():
         for machine, unit, label in (("cpu-x", "gflops", "GFLOP/s"), ("nvidia-x", "tflops", "TFLOP/s")):
             lines = bench.attention_table(machine, [{**row, f"forward_{unit}": "12.34", f"backward_{unit}": "345.6"}])
             check(label in lines[0] and lines[-1] == "| B1 NH2 T3 HS4 fp32 | 12.3 / 346 |", lines)
+    with test("bench.py --readme: the deterministic backward, beside the usual one where that is of the same session"):
+        columns = "kernel,B,NH,T,HS,dtype,layout,forward_ms,backward_ms,forward_tflops,backward_tflops,of_bound\n"
+        sizes, first = "16,12,1024,64,bf16,packed,0.1,", f"# 2026-11-30, commit 1234567, {MACHINE} 13.0; "
+        results, marks = path("tree", "dev", "results"), [f"<!-- bench {name} -->\n" for name in bench.README_TABLES]
+        os.makedirs(os.path.join(results, "nvidia-h200"))
+
+        def readme(usual, deterministic):
+            """README.md's block, of tables that begin with these lines."""
+            for name, line, times in (("torch", usual, (0.3, 0.35)), ("deterministic", deterministic, (0.39, 0.45))):
+                with open(os.path.join(results, "nvidia-h200", f"attention_{name}.csv"), "w") as file:
+                    file.write(f"{line}of a test\n{columns}flash_mma,{sizes}{times[0]},200,100,\nPyTorch flash,{sizes}"
+                               f"{times[1]},200,100,\nPyTorch cudnn,{sizes}0.2,0,0,nan\n")
+            with open(path("tree", "README.md"), "w") as file:
+                file.write("".join(f"{mark}old\n<!-- end -->\nkept\n" for mark in marks))
+            kept, bench.ROOT = bench.ROOT, path("tree")
+            try:
+                bench.write_readme()
+            finally:
+                bench.ROOT = kept
+            with open(path("tree", "README.md")) as file:
+                text = file.read()
+            check("old" not in text and text.count("kept") == len(marks) and "| 200 / 100 | 200 / 100 |" in text, text)
+            return text.partition("<!-- bench attention_deterministic -->\n")[2].partition("<!-- end -->")[0].splitlines()
+        title = "nvidia-h200, ms of the deterministic backward, commit 1234567"
+        lines = readme(first, first)
+        wanted = ["| shape | `flash_mma` | `flash_mma` usually | `flash_mma` times as long | `PyTorch flash` |",
+                  "|---|---|---|---|---|", "| B16 NH12 T1024 HS64 bf16 packed | 0.390 | 0.300 | 1.30 | 0.450 |"]
+        check(lines == [f"{title}:", "", *wanted], lines)
+        for other in (first.replace("1234567", "89abcde"), first.replace("-30", "-29"), first.replace("13.0", "13.1")):
+            lines = readme(other, first)
+            check(lines == [f"{title} (the usual one, above, is of {other.split()[3].rstrip(',')}):", "",
+                            "| shape | `flash_mma` | `PyTorch flash` |", "|---|---|---|",
+                            "| B16 NH12 T1024 HS64 bf16 packed | 0.390 | 0.450 |"], lines)
+        os.remove(os.path.join(results, "nvidia-h200", "attention_torch.csv"))
+        kept, bench.ROOT = bench.ROOT, path("tree")
+        try:
+            rows = bench.read_rows(os.path.join(results, "nvidia-h200", "attention_deterministic.csv"))
+            lines = bench.deterministic_table("nvidia-h200", rows)
+        finally:
+            bench.ROOT = kept
+        check(lines[0] == f"{title}:" and len(lines) == 5, lines)
     with test("bench.py: the trainer on a GPU, with and without graph, a kernel by name, memory as nvidia-smi has it"):
         status, output = bench_tiny("--device", "cuda", "--no-torch", "--attention", "reference", "--attention", "nowhere")
         check(status is None, status, output)
