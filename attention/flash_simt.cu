@@ -906,7 +906,7 @@ static const char *flash_simt_refuse(const AttentionShape *shape, int sm)
     if (shape->HS < 1 || shape->HS > MAX_HS) return "needs a head dimension from 1 to 256";
     if (shape->T > 1 << 30) return "needs T of at most 2^30";
     if (shape->B * shape->NH > 0 && tiles_of(shape->T, 8) > INT_MAX / (shape->B * shape->NH))
-        return "needs B*NH*T/8 below 2^31, the blocks of a grid";
+        return "needs B*NH*ceil(T/8) below 2^31, the blocks of a grid";
     return NULL;
 }
 

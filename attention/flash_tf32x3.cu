@@ -1405,7 +1405,7 @@ const char *flash_tf32x3_refuse(const AttentionShape *shape, int sm)
     if (FOR_HEAD(shape->HS, shared_bytes) > shared_limit(sm)) return "needs more shared memory than this GPU gives a block";
     if (shape->T > 1 << 30) return "needs T of at most 2^30";
     if (shape->B * shape->NH > 0 && tiles_of(shape->T, 8) > INT_MAX / (shape->B * shape->NH))
-        return "needs B*NH*T/8 below 2^31, the blocks of a grid";
+        return "needs B*NH*ceil(T/8) below 2^31, the blocks of a grid";
     return NULL;
 }
 
