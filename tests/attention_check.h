@@ -41,13 +41,28 @@ typedef enum Layout {
     LAYOUT_PACKED, /* Q, K, V of one (B, T, 3, NH, HS), so are their gradients; O and dO as LAYOUT_ROWS */
     LAYOUT_GAPS,   /* (B, NH, T, HS) with odd gaps after rows, heads and batch entries */
     LAYOUT_FAR,    /* rows, heads and batch entries more than 2^31 elements apart in the end; on the CPU only */
+    LAYOUT_PADDED, /* (B, NH, T, HS) with gaps after rows, strides being multiples of 8 elements whatever HS is */
     LAYOUT_COUNT
 } Layout;
 
-static const char *const layout_names[LAYOUT_COUNT] = {"heads", "rows", "packed", "gaps", "far"};
+static const char *const layout_names[LAYOUT_COUNT] = {"heads", "rows", "packed", "gaps", "far", "padded"};
 
 /* The tensors of a call; the first four are the inputs, in the order of Problem. */
 enum { TENSOR_Q, TENSOR_K, TENSOR_V, TENSOR_DO, TENSOR_O, TENSOR_DQ, TENSOR_DK, TENSOR_DV, TENSOR_COUNT };
+
+/* A bit 1 << tensor for every tensor that begins one element late; with UNALIGNED all do, and LSE too. */
+enum { ALIGNED = 0, UNALIGNED = (1 << TENSOR_COUNT) - 1 };
+
+static inline const char *unaligned_words(int unaligned)
+{
+    static const char *const words[TENSOR_COUNT] = {
+        ", Q unaligned", ", K unaligned", ", V unaligned", ", dO unaligned", ", O unaligned", ", dQ unaligned",
+        ", dK unaligned", ", dV unaligned",
+    };
+    for (int tensor = 0; tensor < TENSOR_COUNT; tensor++)
+        if (unaligned == 1 << tensor) return words[tensor];
+    return unaligned == ALIGNED ? "" : unaligned == UNALIGNED ? " unaligned" : ", some tensors unaligned";
+}
 
 /* What a kernel gave, dense (B, NH, T, HS), in fp32 whatever the type. */
 typedef struct Result {
@@ -153,6 +168,11 @@ static inline View view_strides(Layout layout, int tensor, const AttentionShape 
         view.head_stride = T * view.row_stride + 7;
         view.batch_stride = shape->NH * view.head_stride + 11;
         break;
+    case LAYOUT_PADDED:
+        view.row_stride = HS / 8 * 8 + 16;
+        view.head_stride = T * view.row_stride;
+        view.batch_stride = shape->NH * view.head_stride;
+        break;
     default:
         view.row_stride = ((int64_t)1 << 27) + 64;
         view.head_stride = T * view.row_stride;
@@ -206,10 +226,11 @@ static inline int call_open(Call *call, const Problem *problem, const AttentionK
 {
     static const char *const names[TENSOR_COUNT] = {"Q", "K", "V", "dO", "O", "dQ", "dK", "dV"};
     const AttentionShape *shape = call->shape;
-    size_t shift = unaligned ? call->element : 0, span, C = (size_t)(shape->NH * shape->HS);
+    size_t span, C = (size_t)(shape->NH * shape->HS);
     int ready = 1;
     for (int tensor = 0; tensor < TENSOR_COUNT; tensor++) {
         View view = view_strides(call->layout, tensor, shape, &span);
+        size_t shift = unaligned >> tensor & 1 ? call->element : 0;
         int first = tensor <= TENSOR_V ? TENSOR_Q : tensor >= TENSOR_DQ ? TENSOR_DQ : tensor;
         if (call->layout != LAYOUT_PACKED) first = tensor;
         if (first == tensor) call->buffers[tensor] = fence(call, names[tensor], span * call->element, shift);
@@ -219,7 +240,7 @@ static inline int call_open(Call *call, const Problem *problem, const AttentionK
         ready = ready && view.buffer->memory;
     }
     size_t rows = (size_t)(shape->B * shape->NH * shape->T);
-    call->LSE = fence(call, "LSE", rows * sizeof(float), unaligned ? sizeof(float) : 0);
+    call->LSE = fence(call, "LSE", rows * sizeof(float), unaligned == UNALIGNED ? sizeof(float) : 0);
     call->saved = fence(call, "saved", kernel->saved_bytes(shape), 0);
     call->scratch = fence(call, "scratch", kernel->scratch_bytes(shape), 0);
     ready = ready && call->LSE.memory && call->saved.memory && call->scratch.memory;

@@ -334,6 +334,22 @@ static inline void problem_blur(Problem *problem, uint64_t seed)
         }
 }
 
+/* Makes two keys, the first and a middle one, alike but for the last column, in which every query is 0 and they are large
+ * numbers of opposite sign: what they give to dQ cancels, and with it goes what was added to one before the other. */
+static inline void problem_cancel(Problem *problem)
+{
+    const AttentionShape *shape = &problem->shape;
+    int64_t T = shape->T, HS = shape->HS;
+    for (int64_t head = 0; head < shape->B * shape->NH; head++) {
+        int64_t first = head * T * HS, middle = first + T / 2 * HS;
+        for (int64_t t = 0; t < T; t++) problem->input[INPUT_Q][first + t * HS + HS - 1] = 0;
+        for (int part = INPUT_K; part <= INPUT_V; part++)
+            memcpy(&problem->input[part][middle], &problem->input[part][first], (size_t)HS * sizeof(float));
+        problem->input[INPUT_K][first + HS - 1] = 0x1p30f;
+        problem->input[INPUT_K][middle + HS - 1] = -0x1p30f;
+    }
+}
+
 #define SAMPLED_ROWS 24
 
 /* Solves a long problem, whose full truth would take minutes, in some rows: dO becomes 0 in all others, so that these rows

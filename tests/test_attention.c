@@ -168,6 +168,7 @@ static void test_roundings(void)
 typedef struct Subject {
     const AttentionKernel *kernel;
     const Machine *machine;
+    int of_table; /* not an object that `make kernels` has built */
     double worst[DTYPE_COUNT][QUANTITY_COUNT];
     int checks[DTYPE_COUNT];
 } Subject;
@@ -190,27 +191,31 @@ static int takes(const Subject *subject, const AttentionShape *shape)
     return !reason;
 }
 
+static void check_one(Subject *subject, const Problem *problem, Layout layout, int unaligned, int deterministic,
+                      const char *what)
+{
+    Problem variant = *problem;
+    Judgement judgement = {""};
+    variant.shape.deterministic = deterministic;
+    int status = check_kernel(subject->kernel, &variant, layout, unaligned, subject->machine, &judgement);
+    record_worst(subject, problem->shape.dtype);
+    CHECK(status == 0, "%s B %lld NH %lld T %lld HS %lld%s, layout %s%s: %s", what, (long long)problem->shape.B,
+          (long long)problem->shape.NH, (long long)problem->shape.T, (long long)problem->shape.HS,
+          deterministic ? "" : ", not deterministic", layout_names[layout], unaligned_words(unaligned), judgement.text);
+}
+
 /* Runs one problem over layouts and alignments; where that is much work, a slow kernel gets one of them. On a GPU half of
  * the calls leave out the promise of determinism, under which a kernel may take another way. */
 static void check_layouts(Subject *subject, const Problem *problem, const char *what)
 {
-    const AttentionKernel *kernel = subject->kernel;
     int on_gpu = subject->machine->device == ATTENTION_CUDA;
     int64_t work = problem->shape.T * problem->shape.T * problem->shape.HS;
-    int slow = !on_gpu && strcmp(kernel->name, "tiled") != 0;
+    int slow = !on_gpu && strcmp(subject->kernel->name, "tiled") != 0;
     int only = slow && work > 8 << 20 ? (int)(problem->shape.T % LAYOUT_FAR) : -1;
     if (!takes(subject, &problem->shape)) return;
     for (int layout = 0; layout < LAYOUT_FAR; layout++) {
         if (only >= 0 && layout != only) continue;
-        Problem variant = *problem;
-        Judgement judgement = {""};
-        int unaligned = layout % 2;
-        variant.shape.deterministic = !on_gpu || layout < LAYOUT_PACKED;
-        int status = check_kernel(kernel, &variant, layout, unaligned, subject->machine, &judgement);
-        record_worst(subject, problem->shape.dtype);
-        CHECK(status == 0, "%s B %lld NH %lld T %lld HS %lld, layout %s%s: %s", what, (long long)problem->shape.B,
-              (long long)problem->shape.NH, (long long)problem->shape.T, (long long)problem->shape.HS, layout_names[layout],
-              unaligned ? " unaligned" : "", judgement.text);
+        check_one(subject, problem, layout, layout % 2 ? UNALIGNED : ALIGNED, !on_gpu || layout < LAYOUT_PACKED, what);
     }
 }
 
@@ -306,6 +311,32 @@ static void test_not_finite(Subject *subject, Dtype dtype)
         }
 }
 
+/* Tensors that are aligned beside one that is not: what is true of one must not be taken to be true of another. */
+static void test_alignments(Subject *subject, Dtype dtype)
+{
+    static const int64_t dims[] = {64, 96};
+    for (size_t k = 0; k < sizeof dims / sizeof dims[0]; k++) {
+        TEST("%s: %s, one tensor unaligned, HS %lld", subject->kernel->name, dtype_names[dtype], (long long)dims[k]);
+        Problem problem = problem_create(shape_of(1, 1, 200, dims[k], dtype), INPUT_NORMAL, 73);
+        for (int turn = 0; turn < 2 * TENSOR_COUNT && takes(subject, &problem.shape); turn++)
+            check_one(subject, &problem, LAYOUT_HEADS, 1 << turn / 2, turn % 2, "normal");
+        problem_free(&problem);
+    }
+}
+
+/* Rows that begin at multiples of 16 bytes and do not end at one. */
+static void test_padded(Subject *subject, Dtype dtype)
+{
+    static const int64_t dims[] = {3, 31, 66};
+    TEST("%s: %s, padded rows", subject->kernel->name, dtype_names[dtype]);
+    for (size_t k = 0; k < sizeof dims / sizeof dims[0]; k++) {
+        Problem problem = problem_create(shape_of(1, 2, 70, dims[k], dtype), INPUT_NORMAL, 79);
+        for (int deterministic = 0; deterministic < 2 && takes(subject, &problem.shape); deterministic++)
+            check_one(subject, &problem, LAYOUT_PADDED, ALIGNED, deterministic, "normal");
+        problem_free(&problem);
+    }
+}
+
 static void test_many_heads(Subject *subject, Dtype dtype)
 {
     int on_gpu = subject->machine->device == ATTENTION_CUDA;
@@ -328,7 +359,7 @@ static void test_far(const AttentionKernel *kernel)
     TEST("%s: offsets beyond 2^31 elements", kernel->name);
     Problem problem = problem_create(shape_of(2, 2, 17, 16, DTYPE_FP32), INPUT_NORMAL, 19);
     Judgement judgement = {""};
-    int status = check_kernel(kernel, &problem, LAYOUT_FAR, 1, &cpu_machine, &judgement);
+    int status = check_kernel(kernel, &problem, LAYOUT_FAR, UNALIGNED, &cpu_machine, &judgement);
     if (status && strncmp(judgement.text, "not enough memory", 17) == 0)
         SKIP("this system gives no address space of 8 x 36 GB");
     else
@@ -732,38 +763,174 @@ static void test_large(Subject *subject, Dtype dtype)
     problem_free(&problems[1]);
 }
 
-/* Races that only many heads at once show. */
-static void test_races(Subject *subject, Dtype dtype)
+/* The rows of test_far_rows from or to `dense`, in which they are next to each other: `width` bytes each. */
+static void far_move(const LargeCall *call, unsigned char *far, int64_t stride, unsigned char *dense, size_t width,
+                     int to_far)
 {
-    AttentionShape shape = shape_of(300, 1, 129, 64, dtype);
-    TEST("%s: %s, 50 runs with 300 heads give the same bits", subject->kernel->name, dtype_names[dtype]);
-    if (!takes(subject, &shape)) return;
-    Problem problem = problem_open(shape, INPUT_NORMAL, 43);
+    for (int64_t t = 0; t < call->shape.T; t++) {
+        unsigned char *row = far + (size_t)(t * stride) * call->element, *other = dense + (size_t)t * width;
+        gpu.backend->copy(to_far ? row : other, to_far ? other : row, width, gpu.stream);
+    }
+}
+
+/* One tensor of test_far_rows: `values` (1, NH, T, HS) from or to its place in `dense`, (T, TENSOR_COUNT, NH, HS). */
+static void far_copy(const LargeCall *call, unsigned char *dense, int tensor, float *values, int from_gpu)
+{
+    int64_t C = call->shape.NH * call->shape.HS;
+    sequence_copy(call, dense, TENSOR_COUNT * C, tensor * C, values, from_gpu);
+}
+
+static AttentionInput far_input(unsigned char *far, int tensor, const LargeCall *call, int64_t stride)
+{
+    const AttentionShape *shape = &call->shape;
+    return (AttentionInput){far + (size_t)(tensor * shape->NH * shape->HS) * call->element, shape->T * stride, stride,
+                            shape->HS};
+}
+
+static AttentionOutput far_output(unsigned char *far, int tensor, const LargeCall *call, int64_t stride)
+{
+    const AttentionShape *shape = &call->shape;
+    return (AttentionOutput){far + (size_t)(tensor * shape->NH * shape->HS) * call->element, shape->T * stride, stride,
+                             shape->HS};
+}
+
+static const char *far_run(const LargeCall *call, const AttentionKernel *kernel, unsigned char *far, int64_t stride)
+{
+    void *stream = gpu.backend->attention_stream(gpu.stream);
+    AttentionInput Q = far_input(far, TENSOR_Q, call, stride), K = far_input(far, TENSOR_K, call, stride);
+    AttentionInput V = far_input(far, TENSOR_V, call, stride);
+    const char *fault = kernel->forward(far_output(far, TENSOR_O, call, stride), (float *)(void *)call->LSE, call->saved,
+                                        call->scratch, Q, K, V, &call->shape, stream);
+    if (fault) return fault;
+    return kernel->backward(far_output(far, TENSOR_DQ, call, stride), far_output(far, TENSOR_DK, call, stride),
+                            far_output(far, TENSOR_DV, call, stride), call->scratch,
+                            far_input(far, TENSOR_DO, call, stride), Q, K, V, far_input(far, TENSOR_O, call, stride),
+                            (const float *)(void *)call->LSE, call->saved, &call->shape, stream);
+}
+
+/* Rows that begin more than 2^31 elements after the first, in the end: all tensors share one buffer, in which the rows of a
+ * token, (TENSOR_COUNT, NH, HS), are next to each other and far from the next token's. */
+static void test_far_rows(Subject *subject, Dtype dtype)
+{
+    static const int quantities[TENSOR_COUNT] = {[TENSOR_O] = QUANTITY_O, [TENSOR_DQ] = QUANTITY_DQ,
+                                                 [TENSOR_DK] = QUANTITY_DK, [TENSOR_DV] = QUANTITY_DV};
+    LargeCall call = {.shape = shape_of(1, 2, 140, 64, dtype), .element = dtype == DTYPE_BF16 ? 2 : 4};
+    int64_t T = call.shape.T, C = call.shape.NH * call.shape.HS, stride = ((int64_t)1 << 24) + 64;
+    size_t width = (size_t)(TENSOR_COUNT * C) * call.element, far_bytes = (size_t)((T - 1) * stride) * call.element + width;
+    size_t scratch = 0;
+    TEST("%s: %s, rows more than 2^31 elements apart", subject->kernel->name, dtype_names[dtype]);
+    if (strcmp(subject->kernel->name, "cublas") == 0) {
+        SKIP("the offsets of its rows are cuBLAS's own");
+        return;
+    }
+    if (!takes(subject, &call.shape)) return;
+    call.qkv = gpu.backend->alloc(far_bytes, gpu.stream);
+    call.dqkv = gpu.backend->alloc((size_t)T * width, gpu.stream); /* the same rows without what is between */
+    call.LSE = gpu.backend->alloc((size_t)(call.shape.NH * T) * sizeof(float), gpu.stream);
+    call.saved = gpu.backend->alloc(subject->kernel->saved_bytes(&call.shape) + 256, gpu.stream);
+    for (int deterministic = 0; deterministic < 2; deterministic++) { /* on which the size depends */
+        call.shape.deterministic = deterministic;
+        size_t needed = subject->kernel->scratch_bytes(&call.shape);
+        scratch = needed > scratch ? needed : scratch;
+    }
+    call.scratch = gpu.backend->alloc(scratch + 256, gpu.stream);
+    if (!call.qkv || !call.dqkv || !call.LSE || !call.saved || !call.scratch) {
+        SKIP("this GPU has no room for %.1f GB", (double)far_bytes / 1e9);
+        large_free(&call);
+        return;
+    }
+    Problem problem = problem_create(call.shape, INPUT_NORMAL, 83);
+    size_t count = (size_t)(C * T);
+    for (int deterministic = 0; deterministic < 2; deterministic++) {
+        Judgement judgement = {""};
+        Result result = result_create(&problem.shape);
+        float *input = allocate_zeros((int64_t)count, sizeof(float));
+        call.shape.deterministic = deterministic;
+        gpu.backend->zero(call.dqkv, (size_t)T * width, gpu.stream);
+        for (int tensor = 0; tensor < INPUT_COUNT; tensor++) far_copy(&call, call.dqkv, tensor, problem.input[tensor], 0);
+        far_move(&call, call.qkv, stride, call.dqkv, width, 1);
+        const char *fault = far_run(&call, subject->kernel, call.qkv, stride);
+        CHECK(!fault, "%s", fault);
+        far_move(&call, call.qkv, stride, call.dqkv, width, 0);
+        for (int tensor = INPUT_COUNT; tensor < TENSOR_COUNT; tensor++)
+            far_copy(&call, call.dqkv, tensor, result.value[quantities[tensor]], 1);
+        gpu_copy_out(result.value[QUANTITY_LSE], call.LSE, (size_t)(call.shape.NH * T) * sizeof(float));
+        int status = fault ? 0 : judge_result(&problem, &result, &judgement);
+        CHECK(status == 0, "deterministic %d: %s", deterministic, judgement.text);
+        for (int tensor = 0; tensor < INPUT_COUNT; tensor++) {
+            far_copy(&call, call.dqkv, tensor, input, 1);
+            CHECK(memcmp(input, problem.input[tensor], count * sizeof(float)) == 0, "wrote input %d", tensor);
+        }
+        record_worst(subject, dtype);
+        result_free(&result);
+        free(input);
+    }
+    large_free(&call);
+    problem_free(&problem);
+}
+
+/* Runs an open call again and again: the buffers `outputs` hold the same bits each time. */
+static void check_same_bits(const Call *call, const AttentionKernel *kernel, const Fenced *const *outputs, size_t count,
+                            int runs)
+{
+    size_t most = 0;
+    for (size_t k = 0; k < count; k++) most = outputs[k]->bytes > most ? outputs[k]->bytes : most;
+    unsigned char *now = allocate_zeros((int64_t)most, 1);
+    for (int run = 0, differs = 0; run < runs && !differs; run++) {
+        const char *fault = call_forward(call, kernel);
+        if (!fault) fault = call_backward(call, kernel);
+        CHECK(!fault, "%s", fault);
+        differs = fault != NULL;
+        for (size_t k = 0; k < count && !differs; k++) {
+            call->machine->copy_out(run ? now : outputs[k]->image, outputs[k]->memory, outputs[k]->bytes);
+            differs = run && memcmp(now, outputs[k]->image, outputs[k]->bytes) != 0;
+            CHECK(!differs, "T %lld HS %lld%s: %s differs in run %d", (long long)call->shape->T, (long long)call->shape->HS,
+                  call->shape->deterministic ? "" : ", not deterministic", outputs[k]->name, run);
+        }
+    }
+    free(now);
+}
+
+/* The same for a shape, and all of its outputs; but for dQ where equal bits are not promised. */
+static void check_runs(const Subject *subject, const AttentionShape *shape, int runs)
+{
+    Problem problem = problem_open(*shape, INPUT_NORMAL, 43);
+    problem_cancel(&problem);
     Call call;
     memset(&call, 0, sizeof call);
     call.machine = subject->machine;
-    call.shape = &shape;
-    call.layout = LAYOUT_PACKED;
-    call.element = dtype == DTYPE_BF16 ? 2 : 4;
-    int status = call_open(&call, &problem, subject->kernel, 0);
-    CHECK(status == 0, "not enough memory");
-    const Fenced *outputs[] = {&call.buffers[TENSOR_O], &call.buffers[TENSOR_DQ], &call.LSE};
-    for (int run = 0; run < 50 && !status; run++) {
-        const char *fault = call_forward(&call, subject->kernel);
-        if (!fault) fault = call_backward(&call, subject->kernel);
-        CHECK(!fault, "%s", fault);
-        status = fault != NULL;
-        for (size_t k = 0; k < sizeof outputs / sizeof outputs[0] && !status; k++) {
-            unsigned char *now = allocate_zeros((int64_t)outputs[k]->bytes, 1);
-            gpu_copy_out(now, outputs[k]->memory, outputs[k]->bytes);
-            if (run == 0) memcpy(outputs[k]->image, now, outputs[k]->bytes);
-            status = memcmp(now, outputs[k]->image, outputs[k]->bytes) != 0;
-            CHECK(status == 0, "%s differs in run %d", outputs[k]->name, run);
-            free(now);
-        }
-    }
+    call.shape = shape;
+    call.layout = LAYOUT_ROWS;
+    call.element = shape->dtype == DTYPE_BF16 ? 2 : 4;
+    const Fenced *outputs[] = {&call.LSE, &call.buffers[TENSOR_O], &call.buffers[TENSOR_DK], &call.buffers[TENSOR_DV],
+                               &call.buffers[TENSOR_DQ]};
+    if (CHECK(call_open(&call, &problem, subject->kernel, ALIGNED) == 0, "not enough memory"))
+        check_same_bits(&call, subject->kernel, outputs, shape->deterministic ? 5 : 4, runs);
     call_close(&call);
     problem_free(&problem);
+}
+
+/* Races that only many heads at once show. */
+static void test_races(const Subject *subject, Dtype dtype)
+{
+    AttentionShape shape = shape_of(300, 1, 129, 64, dtype);
+    TEST("%s: %s, 50 runs with 300 heads give the same bits", subject->kernel->name, dtype_names[dtype]);
+    if (takes(subject, &shape)) check_runs(subject, &shape, 50);
+}
+
+/* Many blocks of keys that would add to the same sums: two do not show in which order, as x + y is y + x. Where equal bits
+ * are not promised, only dQ is such a sum in the kernels of the table. */
+static void test_key_blocks(const Subject *subject, Dtype dtype)
+{
+    static const struct { int64_t NH, T, HS; } cases[] = {{2, 1089, 64}, {2, 1001, 96}, {1, 897, 128}, {1, 705, 256}};
+    TEST("%s: %s, 250 runs with many blocks of keys give the same bits", subject->kernel->name, dtype_names[dtype]);
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        AttentionShape shape = shape_of(1, cases[k].NH, cases[k].T, cases[k].HS, dtype);
+        for (int deterministic = 0; deterministic < 2 && takes(subject, &shape); deterministic++) {
+            shape.deterministic = deterministic;
+            check_runs(subject, &shape, 250);
+        }
+    }
 }
 
 /* For compute-sanitizer: each kernel once on one small odd shape for each way through its tiles. */
@@ -822,7 +989,7 @@ static size_t collect_subjects(Subject *subjects, Subject *rounding, const Machi
         const Machine *machine = table[k]->device == ATTENTION_CPU ? &cpu_machine : gpu_machine;
         if (!machine) continue;
         Subject *to = needs_tf32(table[k], &small, machine->sm) ? rounding : &subjects[used++];
-        *to = (Subject){.kernel = table[k], .machine = machine};
+        *to = (Subject){.kernel = table[k], .machine = machine, .of_table = 1};
     }
     const char *build = getenv("BUILD");
     char pattern[512];
@@ -846,10 +1013,14 @@ static void test_subject(Subject *subject, Dtype dtype)
     test_negative_scale(subject, dtype);
     test_not_finite(subject, dtype);
     test_many_heads(subject, dtype);
+    test_alignments(subject, dtype);
+    test_padded(subject, dtype);
     test_repeats(subject, dtype);
     if (on_gpu) {
         test_races(subject, dtype);
+        if (subject->of_table) test_key_blocks(subject, dtype);
         test_large(subject, dtype);
+        test_far_rows(subject, dtype);
     } else {
         test_far(subject->kernel);
     }

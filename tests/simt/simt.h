@@ -472,6 +472,8 @@ template <typename... Parameters, typename... Arguments>
 void simt_seed(uint64_t seed);
 /* The compute capability that the device reports, 90 for 9.0. 80 unless set. */
 void simt_set_sm(int sm);
+/* The shared memory that a block can ask for, in bytes; 0: what sm_90 gives, as unless set. */
+void simt_set_shared(int bytes);
 /* Runs `body`, in which a fault ends its launch only (with cudaErrorLaunchFailure, which later launches return too).
  * Returns what the first fault was, "" where there was none. Reports of the sanitizers still end the process. */
 std::string simt_fault_of(const std::function<void()> &body);

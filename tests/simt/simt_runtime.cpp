@@ -20,7 +20,7 @@ static struct {
     std::map<char *, Allocation> allocations; /* by the user's pointer: device and pinned memory */
     size_t device_bytes;
     cudaError_t last_error;
-    int sm; /* 0: as unset */
+    int sm, shared; /* 0: as unset */
 } host = {};
 
 /* --- global memory ------------------------------------------------------------------------------------------------- */
@@ -257,6 +257,9 @@ static int device_sm(void)
 }
 void simt_set_sm(int sm) { host.sm = sm; }
 
+static int device_shared(void) { return host.shared ? host.shared : SIMT_SHARED_LIMIT; }
+void simt_set_shared(int bytes) { host.shared = bytes; }
+
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device)
 {
     if (device != 0) return simt_error_set(cudaErrorInvalidDevice);
@@ -264,8 +267,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device)
     snprintf(properties->name, sizeof properties->name, "SIMT emulation");
     properties->totalGlobalMem = DEVICE_BYTES;
     properties->sharedMemPerBlock = SIMT_SHARED_DEFAULT;
-    properties->sharedMemPerBlockOptin = SIMT_SHARED_LIMIT;
-    properties->sharedMemPerMultiprocessor = SIMT_SHARED_LIMIT + 1024;
+    properties->sharedMemPerBlockOptin = (size_t)device_shared();
+    properties->sharedMemPerMultiprocessor = (size_t)device_shared() + 1024;
     properties->major = device_sm() / 10;
     properties->minor = device_sm() % 10;
     properties->multiProcessorCount = 4;
@@ -301,7 +304,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value)
 {
     if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
-    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > SIMT_SHARED_LIMIT)
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > device_shared())
         return simt_error_set(cudaErrorInvalidValue);
     simt_dynamic_limit_set(kernel, (size_t)value);
     return cudaSuccess;

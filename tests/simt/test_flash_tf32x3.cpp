@@ -31,7 +31,7 @@ static void check_problem(const Problem *problem, Layout layout, int unaligned)
     Judgement judgement = {""};
     int status = check_kernel(&attention_flash_tf32x3, problem, layout, unaligned, &machine, &judgement);
     CHECK(status == 0, "B %d NH %d T %d HS %d%s, layout %s%s: %s", (int)shape->B, (int)shape->NH, (int)shape->T,
-          (int)shape->HS, shape->deterministic ? " deterministic" : "", layout_names[layout], unaligned ? " unaligned" : "",
+          (int)shape->HS, shape->deterministic ? " deterministic" : "", layout_names[layout], unaligned_words(unaligned),
           judgement.text);
 }
 
@@ -50,7 +50,31 @@ static void test_shapes(void)
             Problem problem = problem_create(shape, INPUT_NORMAL, (uint64_t)(shape.T * 1000 + shape.HS));
             TEST("flash_tf32x3: T %d, HS %d%s", (int)shape.T, (int)shape.HS, deterministic ? ", deterministic" : "");
             size_t turn = k + (size_t)deterministic;
-            check_problem(&problem, (Layout)(turn % LAYOUT_FAR), (int)(turn / LAYOUT_FAR % 2));
+            check_problem(&problem, (Layout)(turn % LAYOUT_FAR), turn / LAYOUT_FAR % 2 ? UNALIGNED : ALIGNED);
+            problem_free(&problem);
+        }
+}
+
+/* Tensors that are aligned beside one that is not: what is true of one must not be taken to be true of another. */
+static void test_alignments(void)
+{
+    for (int deterministic = 0; deterministic < 2; deterministic++) {
+        TEST("flash_tf32x3: one tensor unaligned%s", deterministic ? ", deterministic" : "");
+        Problem problem = problem_create(shape_of(1, 1, 70, 40, deterministic), INPUT_NORMAL, 31);
+        for (int tensor = 0; tensor < TENSOR_COUNT; tensor++) check_problem(&problem, LAYOUT_HEADS, 1 << tensor);
+        problem_free(&problem);
+    }
+}
+
+/* Rows that begin at multiples of 16 bytes and do not end at one. */
+static void test_padded(void)
+{
+    static const int64_t dims[] = {1, 2, 3, 31, 66};
+    TEST("flash_tf32x3: head dimensions that are no multiple of 4, in rows padded to one");
+    for (int64_t HS : dims)
+        for (int deterministic = 0; deterministic < 2; deterministic++) {
+            Problem problem = problem_create(shape_of(1, 2, 35, HS, deterministic), INPUT_NORMAL, 37);
+            check_problem(&problem, LAYOUT_PADDED, ALIGNED);
             problem_free(&problem);
         }
 }
@@ -131,10 +155,11 @@ static void test_largest(void)
 
 static void test_orders(void)
 {
-    static const struct { int64_t NH, T, HS; } cases[] = {{3, 70, 24}, {1, 129, 72}, {1, 66, 200}};
+    static const struct { int64_t NH, T, HS; } cases[] = {{3, 70, 24}, {1, 129, 72}, {1, 66, 200}, {1, 300, 8}};
     TEST("flash_tf32x3: the order of threads and blocks changes no bit of the deterministic form");
     for (const auto &one : cases) {
         Problem problem = problem_open(shape_of(1, one.NH, one.T, one.HS, 1), INPUT_NORMAL, 23);
+        problem_cancel(&problem);
         Result first = result_create(&problem.shape), again = result_create(&problem.shape);
         Judgement judgement = {""};
         int status = 0;
@@ -270,6 +295,8 @@ int main(void)
     test_refusals();
     test_same_logits();
     test_shapes();
+    test_alignments();
+    test_padded();
     test_logits();
     test_huge();
     test_scales();

@@ -277,6 +277,12 @@ static void test_host(void)
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
     simt_set_sm(80);
     CHECK(sms == 4 && bytes == 227 * 1024 && major == 9, "%d SMs, %d bytes, sm_%d0", sms, bytes, major);
+    simt_set_shared(99 * 1024);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
+    cudaError_t more = cudaFuncSetAttribute((const void *)&sms, cudaFuncAttributeMaxDynamicSharedMemorySize, 100 * 1024);
+    simt_set_shared(0);
+    CHECK(bytes == 99 * 1024 && more == cudaErrorInvalidValue && cudaGetLastError() == more, "%d bytes, %s", bytes,
+          cudaGetErrorString(more));
     CHECK(cudaSetDevice(1) == cudaErrorInvalidDevice && cudaGetLastError() == cudaErrorInvalidDevice, "there is a device 1");
     cudaStream_t stream;
     cudaEvent_t start, end;
