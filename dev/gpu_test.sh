@@ -10,7 +10,7 @@
 # COMMIT goes into the report where the tree has no git. Environment: BUILD (build), TRAIN (train_gpt), PYTHON (python3),
 # FLASHGPT_TESTS (part of the name of the tests to run; then the report stays as it is), FLASHGPT_GPU_ONLY (1: the CPU's
 # attention kernels are not tested again), TOOLS (memcheck racecheck initcheck), SANITIZER_SECONDS that a tool has for all it
-# runs over (180): what it does not finish in them has failed. REPORT (tests/gpu_report.txt).
+# runs over (300): what it does not finish in them has failed. REPORT (tests/gpu_report.txt).
 # Exit status: 0 all passed, 1 something failed, 2 wrong arguments.
 cd "$(dirname "$0")/.." || exit 1
 what=${1:-all}
@@ -23,7 +23,7 @@ export BUILD="${BUILD:-build}" TRAIN="${TRAIN:-train_gpt}"
 python=${PYTHON:-python3}
 report=${REPORT:-tests/gpu_report.txt}
 tools=${TOOLS:-memcheck racecheck initcheck}
-seconds=${SANITIZER_SECONDS:-180}
+seconds=${SANITIZER_SECONDS:-300}
 case $seconds in
     '' | *[!0-9]*) echo "dev/gpu_test.sh: SANITIZER_SECONDS is '$seconds', expected a number" >&2; exit 2 ;;
 esac
