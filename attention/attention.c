@@ -319,8 +319,8 @@ static const char *reason_against(const AttentionKernel *kernel, const Attention
     if (reason) return attention_words(reason, text);
     size_t saved = kernel->saved_bytes(shape), scratch = kernel->scratch_bytes(shape);
     if (saved <= MOST_BYTES && scratch <= MOST_BYTES) return NULL;
-    snprintf(text, ATTENTION_WORDS, "it asks for %zu bytes of saved and %zu of scratch, expected at most %zu", saved, scratch,
-             MOST_BYTES);
+    snprintf(text, ATTENTION_WORDS, "it asks for %zu bytes of saved and %zu of scratch, expected at most %zu", saved,
+             scratch, MOST_BYTES);
     return text;
 }
 
@@ -334,8 +334,8 @@ const AttentionKernel *attention_choose(const char *choice, AttentionDevice devi
     if (kernel->device != device) {
         int is_path = attention_is_path(choice);
         join_names(names, sizeof names, device);
-        snprintf(error, error_size, "attention kernel '%s'%s%s runs on %s, this run is on %s; kernels for %s: %s", kernel->name,
-                 is_path ? " of " : "", is_path ? choice : "", device_name(kernel->device), device_name(device),
+        snprintf(error, error_size, "attention kernel '%s'%s%s runs on %s, this run is on %s; kernels for %s: %s",
+                 kernel->name, is_path ? " of " : "", is_path ? choice : "", device_name(kernel->device), device_name(device),
                  device_name(device), names);
         return NULL;
     }

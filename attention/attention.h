@@ -68,8 +68,8 @@ typedef struct AttentionKernel {
     const char *(*refuse)(const AttentionShape *shape, int sm);
 
     /* Bytes kept from a layer's forward to its backward beside Q, K, V, O and LSE; bytes that all calls share and that need
-     * not survive between two of them. Neither buffer is zeroed or meaningful on entry, both are aligned to 16 bytes. Both may
-     * be of 0 bytes. */
+     * not survive between two of them. Neither buffer is zeroed or meaningful on entry, both are aligned to 16 bytes. Both
+     * may be of 0 bytes. */
     size_t (*saved_bytes)(const AttentionShape *shape);
     size_t (*scratch_bytes)(const AttentionShape *shape);
 

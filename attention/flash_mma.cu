@@ -48,10 +48,11 @@
  * Numbers. P = 2^(S c - m) with c = scale log2(e), one fused multiply-add and one ex2. Forward keeps m until a row
  * outgrows it by 2^8 (LAZY_LOG2), so O is rescaled a few times a row, and the lanes of a row need not agree on a
  * maximum until then. Backward takes LSE in log2 units as saved by forward: rounded, and beside it what the rounding
- * has cut off, which matters from LARGE_LSE on; from HUGE_LSE on logits are rounded before m is taken off. Masked logits are -inf before the exponential. Zero times NaN is NaN:
- * so in tiles that cross the diagonal, where P has zeros that are none of the sum's business, each thread looks at the
- * pieces it loaded itself; if any is not finite (rare, and told to all by the barrier that is there anyway), it is
- * replaced by 0 and the rows that see it get NaN. Rows beyond T are zeros.
+ * has cut off, which matters from LARGE_LSE on; from HUGE_LSE on logits are rounded before m is taken off. Masked logits
+ * are -inf before the exponential. Zero times NaN is NaN: so in tiles that cross the diagonal, where P has zeros that
+ * are none of the sum's business, each thread looks at the pieces it loaded itself; if any is not finite (rare, and told
+ * to all by the barrier that is there anyway), it is replaced by 0 and the rows that see it get NaN. Rows beyond T are
+ * zeros.
  *
  * Limits: bf16; HS a multiple of 8 up to 256, padded to 32, 64, 96, 128 or 256 in shared memory only; T up to 2^30; any
  * strides. Rows that are not aligned to 16 bytes are loaded element by element.
@@ -78,9 +79,9 @@ enum { MAX_HS = 256 };
  * backward takes it in. */
 #define LARGE_LSE 1024.0f
 
-/* Where a maximum or an LSE (log2 units) is larger than this, logits are rounded before it is subtracted, in one expression in
- * both directions: then the largest less the maximum is 0. Of the exact product less the rounded maximum as much is left as
- * the rounding has cut off, 2^7 of 2^31, which is no exponent. Up to here it is less than 1. */
+/* Where a maximum or an LSE (log2 units) is larger than this, logits are rounded before it is subtracted, in one expression
+ * in both directions: then the largest less the maximum is 0. Of the exact product less the rounded maximum as much is left
+ * as the rounding has cut off, up to 2^7 of 2^31: P would overflow, or all be 0. Up to here it is 1 at the most. */
 #define HUGE_LSE 16777216.0f
 
 /* --- the place of a block -------------------------------------------------------------------------------------------- */

@@ -65,7 +65,8 @@ def parse_number(text):
 
 def parse_ncu(text, metrics=(TIME, BYTES)):
     """Launches in ncu's `--csv --page raw` output, whatever else was printed around the table: names, grids, the metrics in
-    seconds and bytes, and which of RANGES they are in ("": none). Failed where the table is not there, or a value is none."""
+    seconds and bytes, and which of RANGES they are in ("": none). Failed where the table is not there, or a value is
+    none."""
     start = text.find('"ID",')
     if start < 0:
         said = [line for line in text.splitlines() if line.startswith("==ERROR==")] or text.strip().splitlines()[-1:]

@@ -15,10 +15,10 @@
  * fused, 1.62 and 0.15 apart); in bf16 the fused ones win (0.58 ms against 0.46 and 0.29).
  *
  * Which algorithm is best for a shape is asked once (cublasLtMatmulAlgoGetHeuristic) and kept in a small table. The first of the
- * library's list is often not the fastest of it; so under Backend.measure all of the list are tried once, and timed. Where the library has
- * none for an epilogue (odd widths, mostly) the epilogue is left out and a kernel does its work afterwards.
- * fp32 products are true fp32 (CUBLAS_COMPUTE_32F) unless the stream was opened with tf32. Algorithms that split k and add the
- * parts up in bf16 are excluded: the library offers them for small products, and they cost two bits of the result.
+ * library's list is often not the fastest of it; so under Backend.measure all of the list are tried once, and timed. Where
+ * the library has none for an epilogue (odd widths, mostly) the epilogue is left out and a kernel does its work afterwards.
+ * fp32 products are true fp32 (CUBLAS_COMPUTE_32F) unless the stream was opened with tf32. Algorithms that split k and add
+ * the parts up in bf16 are excluded: the library offers them for small products, with twice the error (dev/LOG.md).
  */
 #include <cublasLt.h>
 #include <string.h>
@@ -189,7 +189,8 @@ static void plan_make(ProductPlan *plan, const ProductKey *key, const ProductCal
     int found = 0, wanted = is_trial(stream) ? CANDIDATES : 1;
     BLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
-    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions);
+    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions,
+                                         sizeof reductions);
     cublasLtMatmulPreferenceAttributes_t alignments[] = {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                                          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
     for (int i = 0; i < 4; i++) cublasLtMatmulPreferenceSetAttribute(preference, alignments[i], &alignment, sizeof alignment);

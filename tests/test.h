@@ -65,8 +65,8 @@ static int test_check(int good, const char *file, int line, const char *format, 
 /* The open test cannot run here; says why. */
 #define SKIP(...) (test_state.skipped_now = 1, printf("skip %s: ", test_state.name), printf(__VA_ARGS__), printf("\n"))
 
-/* Whether racecheck watches (dev/gpu_test.sh). It takes minutes over cuBLAS's sm_90 products in bf16, of rows of a multiple of 8
- * elements: tests that need them leave them out then. */
+/* Whether racecheck watches (dev/gpu_test.sh). It takes minutes over cuBLAS's sm_90 products in bf16, of rows of a multiple
+ * of 8 elements: tests that need them leave them out then. */
 #define UNDER_RACECHECK() (getenv("FLASHGPT_SANITIZE") && !strcmp(getenv("FLASHGPT_SANITIZE"), "racecheck"))
 
 /* Closes the last test, prints "N passed, N failed, N skipped", returns main's exit status. */

@@ -73,8 +73,8 @@ int options_resolve_model(Options *options, const OptionsGiven *given, const Gpt
 int options_resolve_batch(Options *options, const OptionsGiven *given, Error *error);
 
 /* Takes every option that was not given from a run's config.json, which must have it, but for those of a later version. One
- * that was given, differs, and may not change within a run (shape, seq, batch-tokens, seed, ...) is an error with both values;
- * so is a path that was not given and where there is nothing now. */
+ * that was given, differs, and may not change within a run (shape, seq, batch-tokens, seed, ...) is an error with both
+ * values; so is a path that was not given and where there is nothing now. */
 int options_from_config(Options *options, const OptionsGiven *given, const char *path, Error *error);
 
 /* Frees the strings that options_from_config, options_make_absolute and options_own made. */

@@ -83,7 +83,7 @@ static inline void test_alignments(const Subject &subject, ShapeSize size)
 /* Rows that begin at multiples of 16 bytes and do not end at one. */
 static inline void test_padded(const Subject &subject, const std::vector<ShapeSize> &sizes)
 {
-    TEST("%s: head dimensions that are no multiple of 8, in rows padded to one", subject.kernel->name);
+    TEST("%s: head dimensions that are no multiple of 16 bytes, in rows padded to one", subject.kernel->name);
     for (ShapeSize size : sizes)
         for (Dtype dtype : subject.dtypes) {
             Problem problem = problem_create(shape_of(subject, size, dtype), INPUT_NORMAL, 41);

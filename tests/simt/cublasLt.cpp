@@ -2,9 +2,9 @@
  *
  *     D = epilogue(alpha op(A) op(B) + beta C)        all column-major; op(A) (m,k), op(B) (k,n), C and D (m,n)
  *
- * in fp32 and in one order, whatever the types in memory. The epilogue sees the fp32 result; aux and bias have D's type. Only
- * where the preference leaves the library free to add up parts of a sum in D's type, it does: after every PART of k the sum is
- * rounded to that.
+ * in fp32 and in one order, whatever the types in memory. The epilogue sees the fp32 result; aux and bias have D's type.
+ * Only where the preference leaves the library free to add up parts of a sum in D's type, it does: after every PART of k
+ * the sum is rounded to that.
  *
  * A mistake in the arguments is the error that the library returns, with a line on stderr that says what is wrong: sizes and
  * leading dimensions that do not fit, addresses outside of device memory or less aligned than the heuristic was promised, an
